@@ -156,7 +156,7 @@ def decode(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = N
     app, "session", dtype="bfloat16", **RECOMMENDED, lengths=((8000,), (200,)), seconds=150.0
 )
 def session(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
-    """Time ten questions about one text: prefilled with each, or once into a session file.
+    """Time ten questions about one text: prefilled with each, or once, kept in memory or in a file.
 
     "reopened" has the file already. "speedup" is over the text prefilled with each question.
     """

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import h2o_prefill
-from h2o_prefill import ChunkedPrefillCache
+from h2o_prefill import ChunkedPrefillCache, PrefixCache
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.package import PrefillPackage
@@ -91,8 +91,9 @@ def session_variants(
 ) -> dict[str, Callable[[], object]]:
     """Return what answers questions about a text, pieces of it as long as the answers.
 
-    "each" prefills the text with every question, "session" once into a file, from which the answers
-    start; "reopened" has the file already.
+    "each" prefills the text with every question, "prefixes" with the first one into a
+    `PrefixCache`, "session" once into a file, from which the answers start; "reopened" has the file
+    already.
     """
     network = enabled_twin(model, config, len(input_ids[0]))
     prompts = [
@@ -103,6 +104,13 @@ def session_variants(
     def each() -> None:
         for prompt in prompts:
             network.generate(prompt, **options)
+
+    def prefixes() -> None:
+        store = PrefixCache(1 << 30)
+        for prompt in prompts:
+            cache, _ = store.prefill(network, prompt)
+            network.generate(prompt, **cache_argument(network, cache), **options)
+            store.add(cache)
 
     @torch.inference_mode()
     def session() -> None:
@@ -117,7 +125,7 @@ def session_variants(
             network.generate(prompt, **cache_argument(network, cache.copy()), **options)
 
     session()
-    return {"each": each, "session": session, "reopened": reopened}
+    return {"each": each, "prefixes": prefixes, "session": session, "reopened": reopened}
 
 
 def prefill_package(package: PrefillPackage, input_ids: Tensor) -> Tensor:
@@ -131,10 +139,10 @@ def package_decoder(
 ) -> Callable[[], list[int]]:
     """Prefill a prompt; return what decodes so many tokens after it, greedily."""
     first = prefill_package(package, input_ids).argmax(dim=-1, keepdim=True)
-    after_prompt = package.position.clone()
+    length = package.length
 
     def decode() -> list[int]:
-        package.position.copy_(after_prompt)
+        package.truncate(length)
         token, tokens = first, []
         for _ in range(steps):
             token = package.forward(token).argmax(dim=-1, keepdim=True)
