@@ -47,7 +47,7 @@ def attend_in_buffers(
     """Call the operator that keeps a layer's state in place.
 
     `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors;
-    `checkpoints` are tensors like those of `Checkpoint`, with one more dimension in front.
+    `checkpoints`: memory, scores and errors as in `Checkpoint`, with one more dimension in front.
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options

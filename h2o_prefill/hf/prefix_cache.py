@@ -27,7 +27,7 @@ _ROOM = 256
 
 @dataclass(eq=False)
 class _Piece:
-    """Consecutive tokens of prompts, after those of the pieces above it in a tree."""
+    """Consecutive tokens of prompts, which follow the pieces above it in a tree."""
 
     ids: Tensor  # int64 [n]
     end: int  # tokens of the prompt up to the last of them

@@ -83,8 +83,8 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
   // Where the next `count` checkpoints of a layer go, for a call of prefill_attention_() after
-  // `past` tokens, which have a checkpoint or none of which is there; undefined tensors if none are
-  // kept. keep_checkpoints() takes them after the call.
+  // `past` tokens; undefined tensors if none are kept, because nothing asked for them or `past` is
+  // no checkpoint. keep_checkpoints() takes them after the call.
   Checkpoints reserve_checkpoints(int64_t layer, int64_t past, int64_t count) const;
   void keep_checkpoints(int64_t layer, int64_t past, int64_t chunk_size, const Checkpoints& kept);
 
