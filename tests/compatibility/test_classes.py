@@ -1,7 +1,5 @@
 """Tiny models of many classes: enabled equals stock, and what is dense is so for its reason."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

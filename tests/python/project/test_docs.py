@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
 BOOK = ROOT / "tests/python/eval/struggle_for_existence.txt"
 
-# Reasons that are made in functions, and those of other modules than the decision table's.
+# Reasons that functions make, and reasons of other modules than the decision table's.
 OTHERS = {
     rules.OWN_MASKS,
     rules.TRACED,
