@@ -82,7 +82,7 @@ def answers(
 def compare(tokens: list[int], dense: list[int], logits: Sequence[Tensor]) -> Row:
     """Return whether an answer equals dense; else the first token that differs, and its gap.
 
-    Later tokens are not comparable: they answer different prompts. `logits` are those of dense.
+    Later tokens are not comparable: they answer different prompts. `logits` are dense ones.
     """
     pairs = zip(tokens, dense, strict=False)
     at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)

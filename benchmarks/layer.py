@@ -1,4 +1,4 @@
-"""Sparse prefill of one layer: its time, that of lexical recall, and its memory."""
+"""Sparse prefill of one layer: its time, the time of lexical recall, and its memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def prefill(plan: Plan) -> None:
     Presets with lexical recall get the lists of a text, found before. On a GPU every backend of
     SDPA is timed, and the fastest is the baseline. Lengths go up until the next one would take
     longer than --seconds. "efficiency %" is the speedup over the fewest threads of --threads in the
-    same run, over that of as many times the threads.
+    same run, divided by how many times the threads there are.
     """
     config = plan.config()
     find = _recall_finder(plan, config)
@@ -183,9 +183,9 @@ def scaling(
 
     A chunk is a sequence of steps, and a step a number of equal tasks that threads take in turn:
     packing and attention (64 rows of a KV head, or of a query head where there are few), column
-    sums, scores, and the selection of each KV head's memory set. "measured efficiency %" is that of
-    a whole prefill where there are as many threads. Memory bandwidth and shared caches are left
-    out, so this is an upper bound.
+    sums, scores, and the selection of each KV head's memory set. "measured efficiency %" comes
+    from a whole prefill where there are as many threads. Memory bandwidth and shared caches are
+    left out, so this is an upper bound.
     """
     config = plan.config()
     title = f"efficiency of the operator on many cores, simulated, S={config.chunk_size}"
@@ -322,7 +322,7 @@ def _keys_a_block(lists: RecallLists) -> float:
 def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:
     """Return the name of a text and its first tokens, int64 [1, length]; a short text repeats.
 
-    Tokens are those of the default model or, without it and in a quick run, words and signs.
+    The default model's tokenizer makes them; without it and in a quick run, words and signs.
     """
     try:
         corpus = load_text("wikitext2")
@@ -342,7 +342,7 @@ def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:
 
 @benchmark(app, "allocations", "dtype", "shape", "preset", lengths=MEMORY_LENGTHS)
 def allocations(plan: Plan) -> None:
-    """Count the bytes of one layer's prefill beside those of dense SDPA, then run 100 prompts.
+    """Count the bytes of one layer's prefill beside dense SDPA's, then run 100 prompts.
 
     State (scores and memory set) stays with the KV cache of its layer. The workspace lives for one
     call: layers share it one after another. Growth is from the middle of the run to its end, over
@@ -395,7 +395,7 @@ def _growth_row(case: Case, config: PrefillConfig, prompts: int) -> Row:
 
 
 def _growth(held: list[int | None]) -> float | None:
-    """Return how far the highest of the second half is above that of the first, in kB."""
+    """Return how far the second half's highest is above the first half's, in kB."""
     if None in held:
         return None
     half = len(held) // 2

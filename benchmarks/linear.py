@@ -114,7 +114,7 @@ def _others(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]
 
 
 def _flops(case: Case, length: int) -> int:
-    """Count those of chunks of the default size: kernels choose their own."""
+    """Count the operations of chunks of the default size: kernels choose their own."""
     heads = case.heads
     per_query = 2 * heads.head_dim * (heads.head_dim + min(DEFAULT_CHUNK_SIZE, length) + 1)
     return length * (heads.query_heads * per_query + heads.kv_heads * 2 * heads.head_dim**2)

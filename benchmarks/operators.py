@@ -276,7 +276,7 @@ def _gathers(keys: Tensor, width: int) -> dict[str, Callable[[], object]]:
 def dense(plan: Plan) -> None:
     """Time dense_attention against torch SDPA with the fastest arguments for the same result.
 
-    "context" is the time of a dense call through the C++ class PrefillContext, in that of
+    "context" is the time of a dense call through the C++ class PrefillContext, relative to
     dense_attention, called from C++ as well.
     """
     sizes = [(1, 200), (40, 200), (200, 200)] if plan.quick else DENSE_SIZES
@@ -318,7 +318,7 @@ def _dense_row(q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Row:
 def windows(plan: Plan) -> None:
     """Time sliding_window_attention against SDPA with a mask, eager, and FlexAttention compiled.
 
-    "dense percent" is its rate, in flops of visible pairs, in that of dense_attention of 4,096
+    "dense percent" is its rate, in flops of visible pairs, relative to dense_attention of 4,096
     tokens.
     """
     sizes = (16, 100) if plan.quick else WINDOWS

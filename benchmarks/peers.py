@@ -85,7 +85,7 @@ def peers(
     first window is the prompt that is timed, in turns. "cold_seconds" is from the start of the
     process to the first token of the shortest prompt, with files in the page cache;
     "peak_megabytes" the most memory of the process then. Then greedy decoding after the longest
-    prompt. --dtype is that of our weights.
+    prompt. Our weights have --dtype.
     """
     if len(plan.dtypes) != 1 or len(plan.threads) != 1:
         raise typer.BadParameter("--dtype and --threads must be one each")
@@ -139,7 +139,7 @@ def peers(
 
 
 def _configs(plan: Plan, model: Any, presets: Sequence[str] | None) -> dict[str, PrefillConfig]:
-    """Return settings by name; "profile" are those of the model's profile."""
+    """Return settings by name; "profile" names the settings of the model's profile."""
     profile = find_profile(model)
     names = presets or [*PRESETS, *([_PROFILE] if profile else [])]
     if _PROFILE in names and profile is None:
@@ -167,7 +167,7 @@ def _time(
     rows: Mapping[int, list[Row]],
     tokens: Tensor,
 ) -> None:
-    """Give the rows of the modes their times, and add those of our baselines and of decoding."""
+    """Give the rows of the modes their times; add rows of our baselines and of decoding."""
     workers: dict[str, Worker] = {}
     try:
         shortest = min(rows)

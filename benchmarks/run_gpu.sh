@@ -54,8 +54,7 @@ paths=(sm80)
 on_path() { echo env "H2O_PREFILL_CUDA_SM90=$([ "$1" = sm90 ] && echo 1 || echo 0)"; }
 
 tests() {
-  local attention=(tests/python/ops/test_{cuda,chunked_sparse_attention,dense_attention,intra_chunk_attention}.py
-    tests/python/ops/test_{memory_attention,prefill_attention,sliding_window_attention}.py)
+  local attention=(tests/python/ops/test_{cuda,attention,chunked_sparse_attention,prefill_attention}.py)
   for path in "${paths[@]}"; do
     run "tests-$path" 150 $(on_path "$path") "$PYTHON" -m pytest -v -n 6 --maxfail=40 \
       -o faulthandler_timeout=60 -p no:cacheprovider -k cuda \

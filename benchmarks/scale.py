@@ -141,9 +141,9 @@ def simulate(
 ) -> None:
     """Simulate the efficiency of ranks that have some tokens, or some layers, of one prompt.
 
-    Efficiency is the time of one process over that of all, divided by their number. `recalled MB`
+    Efficiency is the speedup over one process, divided by the number of processes. `recalled MB`
     and `ring MB` are what a process receives in a layer: recalled rows, beside what ring attention
-    would move. Rows recalled are those of the text; of longer prompts, as many a token.
+    would move. The text's recalled rows are counted; longer prompts recall as many a token.
     """
     corpus, config = read_corpus(text_file), plan.config()
     net = Network(latency * 1e-6, bandwidth * 1e9)

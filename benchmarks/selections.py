@@ -49,7 +49,7 @@ OBSERVED, POOLED = 64, 7
 REPRESENTATIVES = 16
 BLOCK, STRIDE = 128, 16
 
-# A prompt's logits, and its query-key products a row, those of the selection among them.
+# A prompt's logits, and its query-key products a row, the selection's among them.
 Run = Callable[[Tensor], tuple[PromptLogits, float]]
 
 DEFAULT_VARIANTS = (
@@ -230,8 +230,8 @@ def run_settings(
 def leak(run: Run, ids: Tensor, chunk: int) -> float:
     """Return the largest change of a logit of rows whose future in their chunk changes.
 
-    The tokens after a row of the last chunk, a little before its middle, become those of the
-    prompt's beginning.
+    The tokens after a row of the last chunk, a little before its middle, become the tokens
+    of the prompt's beginning.
     """
     row = ids.shape[1] - chunk // 2 - 12
     changed = ids.clone()
@@ -252,8 +252,8 @@ def selections(
 ) -> None:
     """Show what rules of selection lose against dense prefill, at which cost.
 
-    Loss, KL and most likely tokens are those of `h2o-prefill ppl`; products are query-key products
-    a row, mean of layers and heads, with those of the selection itself; the leak is the largest
+    Loss, KL and most likely tokens are as in `h2o-prefill ppl`; products are query-key products
+    a row, mean of layers and heads, the selection's own included; the leak is the largest
     change of a logit when only tokens after its row change, in a prompt of three chunks.
     """
     corpus, chunk = read_corpus(text_file), plan.config().chunk_size

@@ -1,7 +1,5 @@
 """Helpers of operator tests and benchmarks: devices, shapes, inputs and tolerances."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +9,12 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Query and KV heads, and a layout of `make_qkv`.
+LAYOUTS = ("contiguous", "transposed", "sliced", "column")
+HEADS_AND_LAYOUTS = (
+    *(((6, 2), layout) for layout in LAYOUTS),
+    *((heads, "transposed") for heads in ((4, 4), (7, 1))),
+)
 
 # Absolute tolerance of float32 results against the float64 oracle.
 FLOAT32_TOLERANCE = 1e-5

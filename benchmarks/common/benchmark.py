@@ -135,7 +135,7 @@ class Plan:
                 yield Case(heads, dtype, count, self.on_gpu)
 
     def config(self, preset: str | None = None) -> PrefillConfig:
-        """Return the settings of a preset, by default that of --preset; small ones if quick."""
+        """Return the settings of a preset, by default of --preset; small ones if quick."""
         if self.quick:
             return PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
         return preset_config(preset or self.preset)

@@ -84,7 +84,7 @@ def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
 
 
 def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> Known:
-    """Return the losses that earlier runs left; those of later files go first."""
+    """Return the losses that earlier runs left; later files go first."""
     losses: Known = {}
     for file in files:
         report = read_report(file)

@@ -33,7 +33,7 @@ _LLAMA_CPP_GRID = [
 class Mode:
     """A program, and a mode of it."""
 
-    # Its name, or that of its package, and how many bits its weights have.
+    # Its name or its package's, and how many bits its weights have.
     program: str
     bits: int
     # The name of the mode that its loss is measured against: itself, if it is dense.
@@ -56,7 +56,7 @@ class Programs:
     """Makes the modes of programs for one model, and their environments and files in a folder."""
 
     def __init__(self, folder: Path, model: str, dtype: str, threads: int, longest: int) -> None:
-        """`dtype` is that of our weights; prompts and what is decoded have at most `longest`."""
+        """Our weights have `dtype`; prompts and decoded tokens are at most `longest`."""
         self._folder, self._model, self._dtype = folder, model, dtype
         # What is made of this model's weights; environments are of no model.
         self._formats = folder / f"{Path(model).stem}-{dtype}"

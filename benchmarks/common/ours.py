@@ -1,4 +1,4 @@
-"""This library's modes and those of transformers, with the methods of `common.peers`."""
+"""Modes of this library and of transformers, with the methods of `common.peers`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class OpenvinoPaged:
         self._run(prompt, max_new_tokens=1)
 
     def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
-        """Score the prompts' own tokens, of which the first has no probability."""
+        """Score the prompts' own tokens; the first has no probability."""
         outputs = [self._run(ids, max_new_tokens=0, echo=True, logprobs=1) for ids in prompts]
         log_p = np.array([output.generated_log_probs for output in outputs], dtype=np.float32)
         return -log_p[:, begin + 1 : end + 1]
@@ -206,7 +206,7 @@ class Vllm:
         self._run(prompt, max_tokens=1)
 
     def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
-        """Score the prompts' own tokens, of which the first has no probability."""
+        """Score the prompts' own tokens; the first has no probability."""
         scores = []
         for ids in prompts:
             found = self._run(ids, max_tokens=1, prompt_logprobs=0).prompt_logprobs

@@ -29,8 +29,8 @@ _SHORT = {
 class Report:
     """The result of one benchmark. Leaving its `with` prints it as a table.
 
-    Its file is that of an evaluation, `build_report`: the options as its config, the rows as its
-    results. Columns of the table are the fields of the rows; quartiles follow their ratio.
+    Its file has the form of an evaluation's, `build_report`: the options as its config, the rows as
+    its results. Columns of the table are the fields of the rows; quartiles follow their ratio.
     """
 
     def __init__(self, plan: Plan, title: str, **options: Any) -> None:

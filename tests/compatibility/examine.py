@@ -1,22 +1,14 @@
 """Tiny models of every class, enabled beside stock: which are sparse, and whether all are right."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from compatibility.tiny_model import (
-    CannotBuild,
-    TinyModel,
-    build_tiny,
-    model_classes,
-    random_prompt,
-)
+from compatibility.tiny_model import CannotBuild, TinyModel, build_tiny, random_prompt
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -54,20 +46,6 @@ class Mode:
     # By `generate`, without a cache of ours.
     generate: bool = False
 
-    def __str__(self) -> str:
-        parts = ["eager" if self.eager else "default"]
-        if self.generate:
-            parts.append("generate")
-        elif self.static:
-            parts.append("static cache " + "+".join(map(str, self.calls)))
-        elif self.cached:
-            parts.append("cache " + "+".join(map(str, self.calls)))
-        elif self.own_cache:
-            parts.append("its own cache")
-        else:
-            parts.append("no cache")
-        return ", ".join(parts)
-
 
 MODES = (
     Mode(),
@@ -96,29 +74,8 @@ class Finding:
     kinds: dict[str, int] = field(default_factory=dict)
     # Why it is dense, refused or not run; empty if all layers of full attention are sparse.
     reason: str = ""
-    # Largest difference from stock, as a part of the largest logit, over all modes.
-    difference: float | None = None
     # What must not be: a mode, and what happened in it.
     wrong: list[str] = field(default_factory=list)
-    # Modes in which the stock model raises, and what.
-    skipped: list[str] = field(default_factory=list)
-
-
-def sweep(
-    names: Iterable[str] | None = None, on_progress: Callable[[int, int, str], None] | None = None
-) -> list[Finding]:
-    """Examine classes one after the other."""
-    known = model_classes()
-    chosen = list(known if names is None else names)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"{name!r} is no model class of the auto mappings of transformers")
-    findings = []
-    for done, name in enumerate(chosen):
-        if on_progress is not None:
-            on_progress(done, len(chosen), name)
-        findings.append(examine(name, known[name]))
-    return findings
 
 
 def examine(name: str, kind: str, **changes: Any) -> Finding:
@@ -166,7 +123,6 @@ def _compare(
 ) -> None:
     stock = _attempt(partial(_run, tiny, prompt, mode, DynamicCache))
     if isinstance(stock, Exception):
-        finding.skipped.append(f"{mode}: {_one_line(stock)}")
         return
     # What concerns static caches alone says nothing of the class.
     heard = [] if mode.static else reasons
@@ -193,7 +149,7 @@ def _check_small_memory(tiny: TinyModel, prompt: Tensor, finding: Finding) -> No
 
 
 def _run(tiny: TinyModel, prompt: Tensor, mode: Mode, cache_class: Any) -> Tensor:
-    """Return the logits [1, T, V] of a prompt, or those of the tokens that were generated."""
+    """Return the logits [1, T, V] of a prompt, or of the tokens that were generated."""
     if mode.generate:
         made = tiny.model.generate(
             **{tiny.prompt_name: prompt},
@@ -230,7 +186,6 @@ def _judge(stock: Tensor, ours: Tensor | Exception, where: str, finding: Finding
         return
     scale = max(1.0, float(stock.abs().amax()))
     difference = float((ours - stock).abs().amax()) / scale
-    finding.difference = max(finding.difference or 0.0, difference)
     if not difference <= TOLERANCE:
         finding.wrong.append(f"{where}: differs by {difference:.1e}")
 

@@ -3,16 +3,15 @@
 `PYTHONPATH=tests python -m compatibility.page` writes it for the installed transformers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
-from compatibility.examine import CHUNK_SIZE, TOKENS, TOLERANCE, Finding, sweep
-from rich.progress import Progress
+from compatibility.examine import CHUNK_SIZE, TOKENS, TOLERANCE, Finding, examine
+from compatibility.tiny_model import model_classes
+from rich.progress import track
 
 from h2o_prefill.hf.kinds import WINDOWED
 
@@ -72,9 +71,5 @@ def reason_text(finding: Finding) -> str:
 
 
 if __name__ == "__main__":
-    with Progress() as progress:
-        bar = progress.add_task("classes", total=None)
-        found = sweep(
-            on_progress=lambda done, total, _: progress.update(bar, completed=done, total=total)
-        )
+    found = [examine(name, kind) for name, kind in track(model_classes().items())]
     PAGE.write_text(models_page(found), encoding="utf-8")

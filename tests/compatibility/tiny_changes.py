@@ -1,7 +1,5 @@
 """What the tiny configs of single Hugging Face models need beyond the general rules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -24,7 +22,7 @@ _NARROW_WINDOWS = {
     "swa_v_head_dim": 16,
 }
 
-# Name of the config class: values for its fields, those of a sub-config after two underscores.
+# Name of the config class: values for its fields; two underscores lead into a sub-config.
 CHANGES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 100}},

@@ -1,7 +1,5 @@
 """Make the config of any Hugging Face model tiny: few layers, narrow, with a small vocabulary."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

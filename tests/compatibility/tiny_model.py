@@ -1,7 +1,5 @@
 """Tiny random models of every text-generating class of the installed transformers."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,7 @@ def model_classes() -> dict[str, str]:
 
 
 class CannotBuild(Exception):
-    """A class of which there is no tiny model; the text says why."""
+    """A class has no tiny model; the text says why."""
 
 
 @dataclass(frozen=True)

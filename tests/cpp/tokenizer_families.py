@@ -1,7 +1,5 @@
 """Tokenizers of the families that are exported, and texts that are hard for them."""
 
-from __future__ import annotations
-
 import random
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors

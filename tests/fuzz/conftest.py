@@ -1,7 +1,5 @@
 """How many cases, and where they run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

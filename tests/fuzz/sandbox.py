@@ -4,8 +4,6 @@ The child is forked: PyTorch is loaded already, and a new child takes millisecon
 so shrink a call that crashes like any other that fails.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

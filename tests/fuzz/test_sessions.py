@@ -1,7 +1,5 @@
 """Session files that are damaged, loaded into a prompt under way."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -168,17 +168,3 @@ def test_cmake_builds_a_program_with_it(venv: Path, tmp_path: Path) -> None:
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run([cmake, "--build", tmp_path], check=True, stdout=subprocess.DEVNULL)
     assert "right" in subprocess.check_output([tmp_path / "consumer"], text=True)
-
-
-def test_pkg_config_builds_a_program_with_it(venv: Path, tmp_path: Path) -> None:
-    (folder,) = venv.glob("lib/python*/site-packages/h2o_prefill/lib/pkgconfig")
-    pkg_config = shutil.which("pkg-config", path=TOOLS) or shutil.which("pkgconf", path=TOOLS)
-    assert pkg_config is not None
-    flags = subprocess.check_output(
-        [pkg_config, "--cflags", "--libs", "h2o_prefill"],
-        env={**os.environ, "PKG_CONFIG_PATH": str(folder)},
-        text=True,
-    )
-    command = [os.environ.get("CXX", "c++"), CONSUMER / "main.cpp", "-o", tmp_path / "consumer"]
-    subprocess.run([*command, *flags.split()], check=True)
-    assert "right" in subprocess.check_output([tmp_path / "consumer"], text=True)

@@ -4,8 +4,6 @@ Each function takes the arguments of a valid call by name and returns what to ch
 the arguments by what it breaks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

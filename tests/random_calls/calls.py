@@ -1,7 +1,5 @@
 """Calls of an operator, valid, broken or wild, and what must hold of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

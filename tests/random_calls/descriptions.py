@@ -4,8 +4,6 @@ The representation of a description is Python that makes it again, so that a fai
 copied from a report into `tests/fuzz/test_regressions.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

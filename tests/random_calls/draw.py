@@ -1,7 +1,5 @@
 """Where the choices of a random call come from, and settings drawn from it."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Sequence

@@ -22,6 +22,8 @@ HEAD_DIMS = (1, 2, 8, 16, 20, 24, 32, 33, 40, 64, 65, 80, 96, 128)
 MOST_ELEMENTS = 1 << 20
 INT32_MAX = 2**31 - 1
 RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
+# tests/python/ops/test_checkpoints.py has calls that leave them.
+CHECKPOINTS = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
 
 _PREFILL = (
     "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
@@ -209,6 +211,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "errors": p.errors() if p.config.error_rows or p.draw.chance(0.5) else None,
         "window": VALUES["window"](p) if p.draw.chance(0.3) else None,
         **p.recall(),
+        **dict.fromkeys(CHECKPOINTS),
     }
 
 

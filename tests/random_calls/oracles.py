@@ -1,7 +1,5 @@
 """What a valid call must give: the float64 reference of its operator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -149,6 +147,7 @@ def _prefill(judge: Judge, after: Arguments, before: Arguments, result: Any) -> 
 
 
 def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
+    before, after = before[:-3], after[:-3]  # without checkpoints
     q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-5]
     *options, errors, window = before[-5:]
     if q.shape[2] and not position[0] and errors is not None:

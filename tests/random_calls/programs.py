@@ -1,7 +1,5 @@
 """Programs of the C++ classes, valid or with a few wrong arguments, and what must hold of them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import dataclass, replace
@@ -9,14 +7,7 @@ from typing import Any
 
 import torch
 from random_calls.calls import REFUSALS, check_refusal
-from random_calls.descriptions import (
-    Ints,
-    anything,
-    build,
-    wild_integer,
-    wild_tensor,
-    wild_text,
-)
+from random_calls.descriptions import Ints, anything, build, wild_integer, wild_tensor, wild_text
 from random_calls.draw import Draw, draw_settings
 from random_calls.judge import Judge
 from random_calls.operators import Problem, settings_text
@@ -57,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, of which a valid program's all work."""
+    """Steps. In a valid program all of them work."""
 
     steps: tuple[Step, ...]
     valid: bool = False

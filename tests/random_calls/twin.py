@@ -1,7 +1,5 @@
 """What a context must give: the same prompt by the operators that return state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 python tests/soak/serve_load.py --minutes 30
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -110,7 +108,7 @@ def main(minutes: Annotated[float, typer.Option(min=0.05)] = 30) -> None:
     """Ask a server of a tiny model, and watch the memory of its process."""
     sys.path[:0] = [str(TESTS), str(TESTS / "python" / "eval")]
     import tiny_models
-    from soak.memory_watch import Reading, complaints, resident_bytes
+    from soak.soak_run import Reading, complaints, resident_bytes
 
     folder = tiny_models.save_model(Path(tempfile.mkdtemp()))
     options = ("--model", str(folder), "--port", "0", "--threads", "1", "--prefix-cache", "4")

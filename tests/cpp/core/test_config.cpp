@@ -5,30 +5,9 @@
 namespace h2o_prefill::testing {
 namespace {
 
-TEST(PrefillConfig, DerivedValuesFollowTheFields) {
-  // Budgets may exceed the chunk.
-  PrefillConfig config{.chunk_size = 4, .local_window = 8, .heavy_budget = 16, .sink_tokens = 4};
-  config.dense_layers = {0, 3};
-  config.min_prefill = 5;
-  EXPECT_NO_THROW(config.validate());
-  EXPECT_EQ(config.memory_size(), 28);
-  EXPECT_EQ(config.sparse_from(), 5);
-  EXPECT_TRUE(config.is_dense_layer(3));
-  EXPECT_FALSE(config.is_dense_layer(2));
-}
-
 TEST(PrefillConfig, ErrorsNameFieldRuleAndValue) {
   EXPECT_VALUE_ERROR(PrefillConfig{.chunk_size = 0}.validate(), "chunk_size must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(PrefillConfig{.local_window = -3}.validate(),
-                     "local_window must be >= 0, got -3");
-  EXPECT_VALUE_ERROR(PrefillConfig{.heavy_budget = -1}.validate(),
-                     "heavy_budget must be >= 0, got -1");
-  EXPECT_VALUE_ERROR(PrefillConfig{.sink_tokens = -2}.validate(),
-                     "sink_tokens must be >= 0, got -2");
-  EXPECT_VALUE_ERROR(PrefillConfig{.dense_tail = -1}.validate(), "dense_tail must be >= 0, got -1");
   EXPECT_VALUE_ERROR(PrefillConfig{.min_prefill = 0}.validate(), "min_prefill must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(PrefillConfig{.recall_block = 0}.validate(),
-                     "recall_block must be >= 1, got 0");
   EXPECT_VALUE_ERROR((PrefillConfig{.dense_layers = {1, -4}}.validate()),
                      "dense_layers must be >= 0, got -4");
   EXPECT_VALUE_ERROR(PrefillConfig{.gqa_reduce = "mean"}.validate(),
@@ -54,13 +33,6 @@ TEST(PrefillConfig, PresetsAndTexts) {
   EXPECT_EQ(PrefillConfig::parse("h2o,min_prefill=none"), PrefillConfig());
   EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,min_prefill=5,min_prefill=none"),
                      "min_prefill must be given once, got \"min_prefill=5,min_prefill=none\"");
-}
-
-TEST(PrefillConfig, TheRecallBlockSuitsAnotherChunkSize) {
-  EXPECT_EQ(PrefillConfig::parse("recommended,chunk_size=96").recall_block, 32);
-  EXPECT_EQ(PrefillConfig::parse("recommended,chunk_size=96,recall=0").recall_block, 64);
-  EXPECT_VALUE_ERROR(PrefillConfig::parse("recommended,chunk_size=96,recall_block=64"),
-                     "chunk_size must be a multiple of recall_block, got 96 and 64");
 }
 
 TEST(PrefillConfig, WideLayersHaveLargerBudgets) {

@@ -11,7 +11,7 @@ TEST(Library, InitMayBeCalledTwice) {
   init();
 }
 
-TEST(Library, VersionIsThatOfTheProject) { EXPECT_EQ(version(), H2O_EXPECTED_VERSION); }
+TEST(Library, VersionIsTheProjects) { EXPECT_EQ(version(), H2O_EXPECTED_VERSION); }
 
 // The CPUs that are known, whichever this is.
 static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x19}));   // Zen 4

@@ -147,7 +147,7 @@ void wait_at(const char* name, Site site) {
   running->site = site;
 }
 
-// The running thread meets `size` threads, thread 0 of which is `first`.
+// The running thread meets `size` threads, from thread `first` on.
 void meet(const char* kind, Meeting& meeting, int first, int size, const char* name, void* argument,
           void (*execute)(void* const*), Site site) {
   wait_at(name, site);
@@ -261,7 +261,7 @@ void block_barrier(Site site) {
     for (int i = 0; i < block_size; ++i) {
       const Site& other = threads[i]->site;
       if (!(other == site)) {
-        fail("at the __syncthreads of %s:%d while thread %d is at that of %s:%d", site.file,
+        fail("at the __syncthreads of %s:%d while thread %d is at the one of %s:%d", site.file,
              site.line, i, other.file, other.line);
       }
     }

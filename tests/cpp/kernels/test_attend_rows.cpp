@@ -134,13 +134,6 @@ void test_windows() {
   }
 }
 
-void test_scales() {
-  for (const float scale : {-0.3F, 0.0F, 1.0F}) {
-    check_usual("scale " + std::to_string(scale), {causal(50), gathered(40)},
-                [&](ProblemSpec& spec) { spec.scale = scale; });
-  }
-}
-
 // Logits from -100 to 100. Products are exact, so that no more than the exponential is at stake.
 void test_large_logits() {
   for (const float largest : {100.0F, -100.0F}) {
@@ -266,7 +259,6 @@ int main() {
   test_row_counts();
   test_sets();
   test_windows();
-  test_scales();
   test_large_logits();
   test_sinks();
   test_softcaps();

@@ -1,7 +1,5 @@
 """Packages of a tiny model: exported by the command line, and run by Python and by C++ programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -266,35 +264,3 @@ def test_damaged_metadata(package, tmp_path, name, value, message):
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         PrefillPackage(path)
     assert "\n" not in str(refused.value).strip()
-
-
-NUMBERS = ("", "x", "-1", "0", "2x", " 2", "2.0", "1e3", "0x2", "9" * 99, "\xff", "[" * 9999)
-SIZES = ("capacity", "vocabulary", "layers", "kv_heads", "head_dim")
-TEXTS = ("model", "model_hash", "end_ids", "settings", "dtype", "torch")
-
-
-@pytest.mark.parametrize("name", SIZES + TEXTS)
-def test_cpp_refuses_damaged_metadata(package, tmp_path, name):
-    """Names of models may be any text, and any whole numbers, or none, are ids."""
-    allowed = {"model": NUMBERS, "model_hash": NUMBERS, "end_ids": ["", "-1", "0"]}
-    for value in [None, *(x for x in NUMBERS if x not in allowed.get(name, []))]:
-        path = changed_metadata(package, tmp_path / "x.pt2", {f"h2o_prefill.{name}": value})
-        with pytest.raises(ValueError) as caught:
-            torch.classes.h2o_prefill.PackageSession(str(path))
-        assert "\n" not in str(caught.value)
-
-
-def test_python_refuses_the_same(package, ids, tmp_path):
-    runner = PrefillPackage(package)
-    with pytest.raises(ValueError, match="token_ids must have 2 dimensions"):
-        runner.forward(ids[None])
-    with pytest.raises(ValueError, match="max_new_tokens must be <= 106, the room after"):
-        runner.generate(ids, 200, print)
-    assert runner.length == 0
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        PrefillPackage(tmp_path / "none.pt2")
-    (tmp_path / "text.pt2").write_text("text")
-    with pytest.raises(ValueError, match="package must be a file that `h2o-prefill export` wrote"):
-        PrefillPackage(tmp_path / "text.pt2")
-    broken = command("export", "--model", "none", "--output", tmp_path / "x.txt")
-    assert broken.exit_code == 2 and "--output must end in" in broken.stderr

@@ -1,9 +1,7 @@
-"""The C++ tokenizer beside that of Hugging Face: tests/cpp/runtime/test_tokenizer.cpp.
+"""The C++ tokenizer beside Hugging Face's: tests/cpp/runtime/test_tokenizer.cpp.
 
 H2O_PREFILL_BOOKS names a folder of long texts.
 """
-
-from __future__ import annotations
 
 import os
 import unicodedata

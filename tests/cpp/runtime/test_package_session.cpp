@@ -280,35 +280,6 @@ TEST(PackageSession, IsCancelledAndSavedOnThreads) {
   for (auto& thread : threads) thread.join();
 }
 
-TEST(PackageSession, RefusesDamagedFilesAndStaysAsItWas) {
-  PackageSession session(package_of_tests()), loaded(package_of_tests());
-  const std::string file = path_of("H2O_TEST_SESSION") + ".damage";
-  session.forward(prompt_of(3).narrow(1, 0, 90));
-  session.save(file);
-  std::ifstream stream(file, std::ios::binary);
-  const std::string whole(std::istreambuf_iterator<char>(stream), {});
-  std::mt19937 random(1);
-  int refused = 0;
-  for (int round = 0; round < 300; ++round) {
-    loaded.reset();
-    loaded.forward(prompt_of(8).narrow(1, 0, 60));
-    std::vector<at::Tensor> before;
-    for (const at::Tensor& tensor : loaded.state()) before.push_back(tensor.clone());
-    std::string content = whole;
-    for (int i = 0; i < 2; ++i) content[random() % 2000] = static_cast<char>(random());
-    std::filesystem::remove(file);
-    std::ofstream(file, std::ios::binary) << content;
-    const std::string message = message_of([&] { loaded.load(file); });
-    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-    if (message == "nothing was thrown") continue;
-    ++refused;
-    for (size_t i = 0; i < loaded.state().size(); ++i) {
-      EXPECT_TRUE(loaded.state()[i].equal(before[i])) << message;
-    }
-  }
-  EXPECT_GT(refused, 200);
-}
-
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST(PackageSession, TakesTheMemoryOfItsStateAlone) {
   const auto resident = [] {

@@ -1,7 +1,5 @@
 """Answers after dense and after sparse prefill: prompts, and what is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,12 @@
 """Losses beside times of several programs: their processes, windows, baselines, the programs."""
 
-from __future__ import annotations
-
-import functools
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -57,7 +52,7 @@ def test_a_worker_answers_or_says_what_failed() -> None:
         Worker(Path(sys.executable), "missing:Class", {})
 
 
-def test_losses_are_those_of_evaluate_perplexity_and_all_is_timed(
+def test_losses_equal_evaluate_perplexity_and_all_is_timed(
     run_alone: Run, model_folder: str, config: PrefillConfig
 ) -> None:
     modes, rows = run_alone("--no-package", "--windows", "1:4")
@@ -96,29 +91,6 @@ def test_peers_that_are_missing_are_left_out(
         programs.vllm(None, None, tmp_path / "no-such-python")
 
 
-@pytest.mark.slow
-def test_a_package_loses_what_the_enabled_model_does(run_alone: Run) -> None:
-    modes, rows = run_alone("--windows", "0:2", "--dtype", "float32")
-    eager, packaged = modes[SPARSE], modes[f"{SPARSE}, package"]
-    assert packaged["perplexity"] == pytest.approx(eager["perplexity"], rel=1e-5)
-    assert packaged["scored_tokens"] == eager["scored_tokens"] and packaged["seconds"] > 0
-    decoding = [row["decoding"] for row in rows if "decoding" in row]
-    assert decoding == ["transformers float32", SPARSE, f"{SPARSE}, package"]
-
-
-@pytest.mark.slow
-def test_losses_of_an_earlier_run_are_taken_over(run_alone: Run, tmp_path: Path) -> None:
-    options = ("--no-package", "--no-time", "--windows")
-    run_alone(*options, "0:2")
-    report = json.loads((tmp_path / "peers.json").read_text())
-    report["results"][1]["perplexity"] = 123.0
-    earlier = tmp_path / "earlier.json"
-    earlier.write_text(json.dumps(report), encoding="utf-8")
-    for windows, taken_over in (("0:2", True), ("0:3", False)):
-        modes, _ = run_alone("--losses", earlier, *options, windows)
-        assert (modes[SPARSE]["perplexity"] == 123) is taken_over
-
-
 # Files of before the names changed have the old ones.
 @pytest.mark.parametrize(("config", "results"), [("config", "results"), ("options", "rows")])
 def test_losses_of_another_text_or_model_are_refused(
@@ -134,50 +106,6 @@ def test_losses_of_another_text_or_model_are_refused(
     for name in facts:
         with pytest.raises(ValueError, match=f"got {name} '{facts[name]}' in place of 'other'"):
             read_losses([file], {**facts, name: "other"})
-
-
-def test_a_loss_is_that_against_the_own_dense_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.losses import measure_losses
-    from common.modes import Mode
-
-    seen: list[tuple[Any, ...]] = []
-
-    class Scores:
-        """What a worker says."""
-
-        def __init__(self, value: float) -> None:
-            self.value = value
-
-        def nll(self, prompts: list[list[int]], begin: int, end: int) -> np.ndarray:
-            seen.append((self.value, prompts, begin, end))
-            scores = np.full((len(prompts), end - begin), self.value, dtype=np.float32)
-            return scores
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(Mode, "start", lambda mode: Scores(float(mode.arguments["value"])))
-    values = {"a": 2.0, "a sparse": 2.1, "b": 3.0, "b sparse": 3.2, "silent": math.nan}
-    modes = {
-        name: Mode("p", 16, name[0], "", {"value": value}, scores=name != "silent")
-        for name, value in values.items()
-    }
-    modes["s"] = modes["silent"]
-    measure = functools.partial(measure_losses, tokens=torch.arange(50), length=10)
-    found = dict(measure(modes, windows="1:3", known={}))
-    for name, log_ratio in (("a", 0.0), ("a sparse", 0.1), ("b sparse", 0.2), ("silent", 0.0)):
-        percent = 100 * (math.exp(log_ratio) - 1)
-        assert found[name]["delta_percent"] == pytest.approx(percent, rel=1e-5)
-        if name != "silent":
-            assert found[name]["kl_estimate"] == pytest.approx(log_ratio**2 / 2, rel=1e-4)
-    assert found["b sparse"]["perplexity"] == pytest.approx(math.exp(3.2))
-    assert "perplexity" not in found["silent"]
-    # Each once, all over the same tokens.
-    windows = [list(range(10, 20)), list(range(20, 30))]
-    assert seen == [(value, windows, 0, 9) for value in list(values.values())[:4]]
-    modes = {"a": Mode("p", 16, "a", "", {"value": math.inf})}
-    with pytest.raises(ArithmeticError, match="a gave probabilities that are not finite"):
-        dict(measure(modes, windows="0:1", known={}))
 
 
 def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:

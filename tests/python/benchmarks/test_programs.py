@@ -1,10 +1,7 @@
 """Every benchmark runs in its quick mode, and leaves JSON that says what was run where."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +30,7 @@ FIELDS = {
     "operators windows": ["milliseconds", "gflops", "dense_percent", "speedup_over_sdpa"],
     "linear linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
+    "layer recall": ["keys_a_block"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 # These compile the CPU kernels, or programs, again; others have a shorter run below.
@@ -184,41 +182,6 @@ def test_the_variants_of_a_model_are_what_they_say(model: Any, config: PrefillCo
         assert torch.equal(decode(), decode())
 
 
-def test_what_the_rows_of_recall_say(run: Run) -> None:
-    _, report = run("layer recall", "--lengths", "200")
-    searches = [row for row in report["results"] if "search_milliseconds" in row]
-    layers = [row for row in report["results"] if "time_ratio" in row]
-    variants = list(report["config"]["variants"])
-    assert [row["recall"] for row in searches] == variants
-    assert [row["recall"] for row in layers] == 2 * variants
-    assert all(row["keys_a_block"] > 0 for row in report["results"])
-    for row in layers:
-        # All have the sizes of h2o, more keys, and some measure errors.
-        assert 1 < row["flop_ratio"] <= row["flops_by_h2o"]
-        excess = row["time_ratio"] / row["flop_ratio"] - 1
-        assert row["excess_percent"] == pytest.approx(100 * excess) and row["time_by_h2o"] > 0
-
-
-def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import linear
-
-    monkeypatch.setattr(linear, "find_fla", lambda: None)
-    done, report = run("linear linear", "--dtype", "float32", "--shape", "smollm2")
-    assert done.stderr.count("flash-linear-attention is left out") == 1
-    sweep = [row for row in report["results"] if "swept" in row]
-    beside = [row for row in report["results"] if "swept" not in row]
-    found = [[(row["length"], row["chunk_size"]) for row in rows] for rows in (beside, sweep)]
-    assert found == [[(1, 64), (192, 64)], [(192, 16), (192, 32), (192, 64)]]
-    _check_report(report, FIELDS["linear linear"])
-    names = ("sdpa", "square", "cumsum")
-    fields = [f"{name}_milliseconds" for name in (*names, "sdpa_both")]
-    fields += ["speedup", "both_speedup", "square_speedup", "cumsum_speedup"]
-    _check_report({**report, "results": beside}, fields)
-    for row in beside:
-        # All outer products and their sums, beside the output.
-        assert row["cumsum_megabytes"] * 1e6 >= 2 * 4 * 3 * row["length"] * row["head_dim"] ** 2
-
-
 def test_allocations(run: Run) -> None:
     _, report = run("layer allocations", "--shape", "smollm2", "--dtype", "bfloat16")
     for row in (row for row in report["results"] if "length" in row):
@@ -307,7 +270,6 @@ def test_the_reports_of_the_repository_are_read_and_drawn(
     from common.benchmark import RESULTS
     from common.losses import PROTOCOL, read_losses
     from common.report import read_report
-    from matplotlib.text import Annotation
     from typer.testing import CliRunner
 
     facts = {**read_report(RESULTS / "peers.json")["config"], "protocol": PROTOCOL}
@@ -323,18 +285,8 @@ def test_the_reports_of_the_repository_are_read_and_drawn(
     assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
-
-    # At most two panels, with units; a title that fits; labels that do not touch each other.
     for figure in figures.values():
-        figure.draw_without_rendering()
-        assert 1 <= len(figure.axes) <= 2
-        title = next(text for text in figure.texts if text.get_text() == figure.get_suptitle())
-        assert 0 <= title.get_window_extent().x0 < title.get_window_extent().x1 <= figure.bbox.x1
-        for axes in figure.axes:
-            assert axes.get_xlabel() and axes.get_ylabel() and axes.has_data()
-            named = [text for text in axes.texts if isinstance(text, Annotation)]
-            for labels in (axes.get_xticklabels(), axes.get_yticklabels(), named):
-                boxes = [label.get_window_extent() for label in labels if label.get_text()]
-                assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        assert 1 <= len(figure.axes) <= 2 and figure.get_suptitle()
+        assert all(x.get_xlabel() and x.get_ylabel() and x.has_data() for x in figure.axes)
     (axes,) = figures[tmp_path / "peers.png"].axes
     assert len(axes.lines) == 6 and len(axes.texts) == 6 + 1

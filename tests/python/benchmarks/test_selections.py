@@ -1,7 +1,5 @@
 """Rules of selection beside this library: exact where they keep everything, and causal or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ SETTINGS = "h2o,local_window=8,heavy_budget=8"
 WIDENED = f"{SETTINGS},error_rows=4,error_threshold=0.0001,max_widen=4"
 CAUSAL = ("snapkv=16", "quoka=16", SETTINGS, WIDENED)
 SEES_THE_FUTURE = ("snapkv-own=72", "quoka-own=16", "xattention=0.5")
-EVERYTHING = ("snapkv=512", "snapkv-own=512", "quoka=512", "quoka-own=512", "xattention=1.1")
 
 
 @pytest.fixture
@@ -34,14 +31,6 @@ def run_variant(model: Any) -> Callable[..., Any]:
 def _logits(run: Any) -> tuple[torch.Tensor, float]:
     logits, products = run(IDS)
     return logits.slice(0, LENGTH), products
-
-
-@pytest.mark.parametrize("variant", EVERYTHING)
-def test_a_rule_that_keeps_everything_is_dense_attention(run_variant: Any, variant: str) -> None:
-    dense, products = _logits(run_variant("dense"))
-    found, more = _logits(run_variant(variant))
-    torch.testing.assert_close(found, dense, rtol=1e-4, atol=1e-4)
-    assert more >= products  # and those of the selection
 
 
 @pytest.mark.parametrize("variant", [*CAUSAL, *SEES_THE_FUTURE])

@@ -117,39 +117,6 @@ def test_recall_without_ids_warns_once(qkv):
         torch.jit.script(ChunkedSparseAttention(RECALLING))(*qkv)
 
 
-@pytest.mark.parametrize("scripted", [False, True])
-def test_in_place_is_the_same(qkv, scripted):
-    attention = ChunkedSparseAttention(RECALLING)
-    module = torch.jit.script(attention) if scripted else attention
-    q, k, v = qkv
-    ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
-    key, value = torch.empty(1, 2, 160, 16), torch.empty(1, 2, 160, 16)
-    scores, memory = torch.zeros(1, 2, 160), torch.full((1, 2, 66), -1, dtype=torch.int32)
-    position = torch.zeros(2, dtype=torch.int64)
-    logits = {"sinks": torch.linspace(-1, 3, 4), "softcap": 1.5}
-    state, errors = (None, None, 0), None
-    for begin, end in ((0, 70), (70, 149), (149, 150)):
-        new = slice(begin, end)
-        recall = module.find_recalled(ids[:, :end], begin)
-        out = module.attend_(
-            q[:, :, new], k[:, :, new], v[:, :, new], key, value, scores, memory, position,
-            recall=recall, layer=1, **logits,
-        )  # fmt: skip
-        module.advance_(position, end - begin)
-        history = (q[:, :, new], k[:, :, :end], v[:, :, :end])
-        given = {"token_ids": ids[:, :end], "layer": 1, **logits, "errors": errors}
-        expected, *held = attention(*history, *state, **given)
-        again = module(*history, *state, **given)
-        assert all(torch.equal(x, y) for x, y in zip(again, (expected, *held), strict=True))
-        *held, errors = held
-        state = (*held, attention.last_chunk_begin(begin, end - begin, state[2]))
-        assert torch.equal(out, expected)
-        assert torch.equal(scores[..., :end], state[0]) and not scores[..., end:].any()
-        assert torch.equal(memory, state[1])
-        assert position.tolist() == [end, state[2]]
-    assert torch.equal(key[:, :, :150], k) and torch.equal(value[:, :, :150], v)
-
-
 @pytest.mark.parametrize(
     "again",
     [

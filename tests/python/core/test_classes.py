@@ -1,7 +1,5 @@
 """The C++ classes as Python and TorchScript see them, `torch.classes.h2o_prefill`."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import Shape, make_qkv, recall_text, saved_and_loaded, settings_text
+from op_testing import Shape, make_qkv, saved_and_loaded, settings_text
 from torch import Tensor, nn
 
 import h2o_prefill
@@ -68,14 +66,6 @@ CHANGED |= {"gqa_reduce": "max", "min_prefill": 9}
 def test_config_takes_every_field_by_name() -> None:
     config = classes.PrefillConfig(**CHANGED)
     assert {name: getattr(config, name) for name in DEFAULTS} == CHANGED
-
-
-def test_attention_takes_recalled_keys() -> None:
-    qkv = random_qkv(70)
-    lists = ops.lexical_recall(torch.arange(70).remainder(9)[None], 0, recall_text(16, 8, 2))
-    recalling = make_attention(recall_block=8).forward(0, *qkv, *make_state(), recall=lists)
-    assert torch.equal(recalling, run_op(qkv, lists, recall_block=8)[0])
-    assert not torch.equal(recalling, run_op(qkv)[0])
 
 
 @COPIES

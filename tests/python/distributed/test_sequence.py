@@ -1,7 +1,5 @@
 """Prefill of one prompt by ranges of its tokens: what one process gives, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time
@@ -139,7 +137,7 @@ def test_ranges_are_whole_chunks() -> None:
 
 
 def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
-    """Return logits and tokens of prompts, and bytes sent beside those of the plan."""
+    """Return logits and tokens of prompts, and the bytes that were sent and planned."""
     model = load(folder)
     found: dict[str, Any] = {}
     sent = {}

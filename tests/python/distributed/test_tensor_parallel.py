@@ -1,7 +1,5 @@
 """Sparse prefill of a model whose heads transformers spreads over processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,7 @@ def test_heads_on_several_ranks(folder: Path, expected: Any, count: int) -> None
             torch.testing.assert_close(result["logits"][name], logits, atol=1e-4, rtol=1e-4)
         wide += [(layer, head + rank * here, factor) for layer, head, factor in result["wide"]]
         assert result["calls"] == expected["calls"]
-    # Each rank has the memory sets of its heads; those of a head are as wide as its own settings.
+    # Each rank has the memory sets of its heads, as wide as its own settings.
     assert sorted(wide) == list(WIDE)
     for layer, whole in enumerate(expected["memory"]):
         parts = [result["memory"][layer] for result in results]

@@ -1,7 +1,5 @@
 """Sampling: the tokens that transformers draws from the same logits and random numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Texts by name or file, and their tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import sys
@@ -23,7 +21,7 @@ def test_pydoc_is_there_and_stable() -> None:
     assert 300_000 < len(corpus.text) < 900_000
 
 
-def test_a_file_is_taken_as_it_is_and_wikitext2_is_that_of_the_variable(
+def test_a_file_is_taken_as_it_is_and_the_variable_names_wikitext2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "some.txt"

@@ -1,7 +1,5 @@
 """Tiny random models of every kind of attention that the integration meets."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Settings and helpers of the tests of `h2o_prefill.hf`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Strict causality through a whole model: no logit depends on a later token."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies of a cache share the rows before them, and nothing after them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

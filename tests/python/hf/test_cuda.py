@@ -1,7 +1,5 @@
 """Models on a GPU: what they give on the CPU, by every way in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_helpers import EVERYTHING, GREEDY, RECOMMENDED, SPARSE, assert_close, new_cache
@@ -20,7 +18,7 @@ def on_both(call):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt-oss", "deepseek-v3"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_logits_are_those_of_the_cpu(build, make_ids, kind, settings):
+def test_logits_equal_the_cpu(build, make_ids, kind, settings):
     model, ids = build(kind), make_ids(2, 150)
 
     def logits(device):

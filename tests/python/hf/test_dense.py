@@ -1,15 +1,11 @@
 """Dense calls: which of them our operator takes over from transformers' sdpa function."""
 
-from __future__ import annotations
-
 import inspect
-import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
-from hf_helpers import SPARSE, assert_close, assert_close_under_autocast, in_calls, new_cache, watch
+from hf_helpers import SPARSE, assert_close, in_calls, new_cache, watch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,30 +30,6 @@ def test_plain_causal_calls_use_the_operator(llama, make_ids, dense_calls):
         ours = in_calls(llama, new_cache(llama), ids, (14, 1, 10))
     assert dense_calls == [(14, 14)] * 2 + [(1, 15)] * 2 + [(10, 25)] * 2
     assert_close(ours, stock)
-
-
-def test_layers_whose_window_hides_nothing_use_the_operator(build, make_ids, dense_calls):
-    model, ids = build("gemma3"), make_ids(1, 40)
-    stock = model(ids).logits
-    with enable(model, chunk_size=64, local_window=4, heavy_budget=4):
-        ours = model(ids).logits
-        assert dense_calls == [(40, 40)]  # the window is 24 tokens
-        model(ids[:, :20])
-        assert dense_calls[1:] == [(20, 20)] * 2
-    assert_close(ours, stock)
-
-
-def test_a_model_that_makes_its_own_masks(llama, ids, dense_calls, monkeypatch):
-    """There no mask with a history is not known to be causal; sdpa's function decides."""
-    home = sys.modules[type(llama.model).__module__]
-    monkeypatch.setattr(home, "create_causal_mask", lambda **_: None)
-    stock_cache = llama(ids[:, :9]).past_key_values
-    stock = llama(ids[:, 9:14], past_key_values=stock_cache).logits
-    with enable(llama, **SPARSE):
-        cache = llama(ids[:, :9]).past_key_values
-        ours = llama(ids[:, 9:14], past_key_values=cache).logits
-    assert_close(ours, stock)
-    assert dense_calls == [(9, 9)] * 2
 
 
 BROADCAST = {"query": (1, 4, 3, 8), "key": (2, 4, 3, 8)}
@@ -132,25 +104,6 @@ def test_other_calls_do_not(build, make_ids, dense_calls, implementation, change
     with enable(model, **SPARSE):
         assert_close(model(ids, **arguments).logits, stock)
     assert dense_calls == [(15, 15)] * layers
-
-
-@pytest.mark.parametrize("length", [15, 72])
-def test_gradients_are_those_of_stock(llama, make_ids, dense_calls, sparse_layers, length):
-    ids, weight = make_ids(1, length), llama.model.layers[0].self_attn.q_proj.weight
-    said = pytest.warns(UserWarning, match="gradients are on") if length > 16 else nullcontext()
-    with torch.enable_grad():
-        llama(ids, labels=ids).loss.backward()
-        stock = weight.grad.clone()
-        llama.zero_grad()
-        with enable(llama, **SPARSE), said:
-            llama(ids, labels=ids).loss.backward()
-    assert torch.equal(weight.grad, stock)
-    assert dense_calls == sparse_layers == []
-
-
-def test_under_autocast_it_casts_as_pytorch_does(llama, make_ids, dense_calls):
-    assert_close_under_autocast(llama, make_ids(1, 15), **SPARSE)
-    assert dense_calls == [(15, 15)] * 2
 
 
 @pytest.mark.parametrize("name", ["sdpa", "another"])

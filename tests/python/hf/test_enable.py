@@ -1,7 +1,5 @@
 """Switching models over and back: never half, never another model's config."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess
@@ -10,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from hf_helpers import OTHER, RECALL, SPARSE, assert_close, is_off, new_cache
+from hf_helpers import OTHER, RECALL, SPARSE, assert_close, failing, is_off, new_cache
 
 from h2o_prefill import chunked_prefill, disable, enable, explain, preset_config
 from h2o_prefill.hf import NAME, register
@@ -164,19 +162,6 @@ def test_a_named_model_is_dense_until_it_is_enabled(build, make_ids, sparse_laye
     assert is_off(named, NAME)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma2", "gemma3"])
-def test_by_name_alone_short_calls_and_decoding_equal_stock(build, make_ids, name):
-    ids = make_ids(2, 40)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    stock = build(name)
-    register()
-    named = build(name, NAME)
-    for arguments in ({}, {"attention_mask": mask}):
-        arguments |= {"max_new_tokens": 6, "do_sample": False}
-        assert torch.equal(named.generate(ids, **arguments), stock.generate(ids, **arguments))
-
-
 def test_a_model_that_shares_its_config_object_is_not_dragged_along(llama, ids, sparse_layers):
     other = transformers.LlamaForCausalLM(llama.config).eval()
     stock = other(ids).logits
@@ -208,3 +193,88 @@ def test_saving_an_enabled_model_saves_no_trace_of_us(llama, ids, tmp_path):
     assert NAME not in (tmp_path / "config.json").read_text()
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert_close(again(ids).logits, stock, 1e-6)
+
+
+PATIENCE = 20.0  # seconds, far more than any of these takes
+
+
+@pytest.fixture
+def inputs(make_ids):
+    """Return a padded batch: its mask is ours or theirs, and None means another thing to each."""
+    batch = make_ids(2, 72)
+    mask = torch.ones_like(batch)
+    mask[1, :5] = 0
+    return {"input_ids": batch, "attention_mask": mask}
+
+
+def between_layers(model, function):
+    """Call a function once, when the first layer of a forward is done."""
+
+    def hook(*_):
+        handle.remove()
+        function()
+
+    handle = model.model.layers[0].register_forward_hook(hook)
+
+
+DURING = "LlamaForCausalLM must not be enabled or disabled during its forward, which runs in {}"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("switch", [disable, lambda model: enable(model, **OTHER)])
+def test_a_forward_of_another_thread_refuses_a_switch(build, inputs, spawn, implementation, switch):
+    model = build("llama", implementation)
+    stock, errors = model(**inputs).logits, []
+    enable(model, **SPARSE)
+    sparse = model(**inputs).logits
+
+    def work():
+        with pytest.raises(RuntimeError) as caught:
+            switch(model)
+        errors.append(str(caught.value))
+
+    between_layers(model, lambda: spawn(work).join(PATIENCE))
+    assert torch.equal(model(**inputs).logits, sparse)
+    assert errors == [DURING.format("another thread")]
+    switch(model)
+    disable(model)
+    assert is_off(model) and torch.equal(model(**inputs).logits, stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
+    model = build(name, implementation)
+    stock = model(**inputs).logits
+    between_layers(model, lambda: spawn(lambda: enable(model, **SPARSE)).join(PATIENCE))
+    assert_close(model(**inputs).logits, stock)
+    assert not is_off(model)
+    disable(model)
+
+
+@pytest.mark.parametrize("switch", [disable, lambda model: enable(model, **OTHER)])
+def test_a_forward_refuses_a_switch_inside_of_it(llama, ids, switch):
+    stock = llama(ids).logits
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        between_layers(llama, lambda: switch(llama))
+        with pytest.raises(RuntimeError, match=DURING.format("this thread")):
+            llama(ids)
+        assert torch.equal(llama(ids).logits, sparse)
+    assert is_off(llama) and torch.equal(llama(ids).logits, stock)
+
+
+def test_an_interrupted_forward_is_over(llama, ids, spawn):
+    """Torch does not call closing hooks after a KeyboardInterrupt."""
+    handle = enable(llama, **SPARSE)
+
+    def work():
+        with failing(llama.model.layers[0], KeyboardInterrupt):
+            llama(ids)
+
+    work()
+    handle.disable()
+    handle.enable()
+    spawn(work).join(PATIENCE)  # of a thread that has ended
+    handle.disable()
+    assert is_off(llama)

@@ -1,7 +1,5 @@
 """`explain`: what each layer is, and what its calls were."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_helpers import SPARSE
@@ -20,6 +18,14 @@ def test_calls_and_rows_are_counted(llama, make_ids):
     assert (first.dense_calls, first.dense_rows) == (1, 5)
     assert (second.mode, second.reason) == ("dense", "one of dense_layers")
     assert (second.sparse_calls, second.dense_calls, second.dense_rows) == (0, 2, 149)
+
+
+def test_the_preset_exact_is_dense(llama, ids, sparse_layers):
+    with enable(llama, "exact", chunk_size=16):
+        llama(ids)
+        rows = explain(llama).layers
+    assert {(row.mode, row.reason, row.dense_rows) for row in rows} == {("dense", "exact", 72)}
+    assert sparse_layers == []
 
 
 def test_equal_layers_are_one_row(build, make_ids):

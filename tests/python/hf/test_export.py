@@ -1,7 +1,5 @@
 """Exported models: one graph that prefills and decodes as an enabled model does."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """`generate` in all its forms, with sparse prefill and dense decoding."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -54,9 +52,9 @@ def test_beam_search(llama, ids, sparse_layers):
     assert sparse_layers == [72] * 4
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("with_cache", [False, True])
-@pytest.mark.parametrize("length", [49, 72])
+@pytest.mark.parametrize(
+    ("layers", "with_cache", "length"), [(1, True, 72), (2, True, 49), (2, False, 72)]
+)
 def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
     build, make_ids, layers, with_cache, length
 ):

@@ -1,7 +1,5 @@
 """Layers of transformers that compute the recurrence of `chunkwise_linear_attention`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_helpers import assert_close

@@ -1,7 +1,5 @@
 """Families of models, kinds of caches, and calls: with room stock's results, else the oracle's."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

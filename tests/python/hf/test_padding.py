@@ -1,7 +1,5 @@
 """Padded batches: every row is what it is alone, whatever lies beside and around it."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial
@@ -90,8 +88,13 @@ def check_rows(model, batch, sparse_layers):
 
 
 @pytest.mark.parametrize("options", [H2O, EVERYTHING], ids=["h2o", "all"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        *((x, "left") for x in (*MODELS, "llama4", "qwen2-window", "deepseek-v3")),
+        *(("gpt2", x) for x in SIDES[1:]),
+    ],
+)
 def test_every_row_is_what_it_is_alone(build, make_batch, sparse_layers, name, side, options):
     model, batch = build(name), make_batch(side)
     stock = model(**batch.arguments).logits
@@ -121,7 +124,7 @@ def test_padded_rows_match_single_rows_when_partly_dense(
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_without_position_ids_a_row_has_those_of_its_place(build, make_batch, name, side):
+def test_without_position_ids_a_row_has_the_positions_of_its_place(build, make_batch, name, side):
     """Rotary models see distances alone; learned positions are those that stock gives."""
     model, batch = build(name), make_batch(side)
     with enable(model, strict=True, **H2O):
@@ -131,6 +134,16 @@ def test_without_position_ids_a_row_has_those_of_its_place(build, make_batch, na
             for row, span in zip(batch.rows, batch.spans, strict=True)
         ]
     assert_rows_close(batch, ours, expected, 1e-4)
+
+
+@pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("gpt-oss", "right")])
+def test_the_preset_exact_attends_to_rows_by_our_kernel(build, make_batch, monkeypatch, name, side):
+    model, batch = build(name), make_batch(side)
+    expected = [model(row).logits[0] for row in batch.rows]
+    seen = watch(monkeypatch, "dense_attention", lambda q, *_: q.shape[2])
+    with enable(model, "exact", strict=True, chunk_size=16):
+        assert_rows_close(batch, model(**batch.arguments).logits, expected)
+    assert set(seen) == set(LENGTHS)
 
 
 def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_batch, monkeypatch):
@@ -150,9 +163,7 @@ def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_ba
     assert made == [4]
 
 
-def test_attention_to_other_states_of_the_same_length_is_not_that_of_the_rows(
-    build, make_batch, sparse_layers
-):
+def test_rows_attend_to_all_of_other_states_of_their_length(build, make_batch, sparse_layers):
     model, batch = build("gpt2", add_cross_attention=True), make_batch("left")
     states = torch.randn(4, 72, 32, generator=torch.Generator().manual_seed(5))
     arguments = {**batch.arguments, "encoder_hidden_states": states, "use_cache": False}
@@ -217,18 +228,6 @@ def test_rows_in_the_same_place_go_together(llama, make_batch, monkeypatch, orde
     assert_rows_close(batch, ours, expected)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_recall_searches_a_row_without_its_padding(llama, make_batch, monkeypatch, side):
-    searched = watch(monkeypatch, "lexical_recall", lambda ids, begin, *_: (ids.clone(), begin))
-    batch = make_batch(side)
-    with enable(llama, strict=True, **RECOMMENDED):
-        llama(**batch.arguments)
-    long = [row for row in batch.rows if row.shape[1] > 16]
-    assert [begin for _, begin in searched] == [0] * len(long)
-    for (ids, _), row in zip(searched, long, strict=True):
-        assert torch.equal(ids, row)
-
-
 @pytest.mark.parametrize(
     ("implementation", "reason"),
     [("sdpa", HOLES), ("eager", HOLES), ("eager", "output_attentions")],
@@ -276,7 +275,7 @@ def test_spans(name):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # a new name in some version
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_stock(llama, make_batch, sparse_layers, checkpointing):
+def test_gradients_equal_stock(llama, make_batch, sparse_layers, checkpointing):
     batch = make_batch("left")
     labels = batch.ids.masked_fill(batch.mask == 0, -100)
     weight = llama.model.layers[0].self_attn.q_proj.weight
@@ -308,8 +307,9 @@ def test_a_frozen_model_outside_of_no_grad_is_dense(llama, make_batch, sparse_la
     assert_rows_close(batch, ours, batch.cut(stock))
 
 
-@pytest.mark.parametrize("own_cache", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "own_cache"), [*((x, False) for x in MODELS), ("llama", True), ("gemma3", True)]
+)
 def test_generate_gives_what_each_row_gives_alone(
     build, make_batch, sparse_layers, name, own_cache
 ):
@@ -346,7 +346,7 @@ def test_the_last_rows_of_a_call_verify_candidates(llama, make_batch, sparse_lay
         together = sorted(sparse_layers)
         sparse_layers.clear()
         for index, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
-            here = max(0, kept - (length - span.stop))  # of the kept places, those of this row
+            here = max(0, kept - (length - span.stop))  # kept places of this row
             if here == 0:
                 llama(row)
                 continue
@@ -368,9 +368,10 @@ def test_a_right_padded_batch_without_its_mask(llama, make_batch, sparse_layers)
 
 
 @pytest.mark.parametrize("new", [1, 7, 40])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("own_cache", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "own_cache", "masked"),
+    [("sdpa", True, True), ("sdpa", False, False), ("eager", False, True)],
+)
 def test_later_calls_are_dense_over_the_cache(
     build, make_batch, make_ids, sparse_layers, implementation, own_cache, masked, new
 ):

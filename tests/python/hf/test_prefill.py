@@ -1,7 +1,5 @@
 """`chunked_prefill`: a prompt in several calls, as one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_helpers import RECALL as SPARSE
@@ -37,14 +35,6 @@ def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
 ):
     chunked_prefill(llama, make_ids(1, 79), chunks_per_call=2, **SPARSE)
     assert sparse_layers == [32, 32, 47, 47]
-
-
-def test_it_goes_on_from_a_cache(llama, ids):
-    cache = chunked_prefill(llama, ids[:, :32], **SPARSE).past_key_values
-    ours = chunked_prefill(llama, ids[:, 32:], cache=cache, **SPARSE)
-    assert ours.past_key_values is cache
-    whole = chunked_prefill(llama, ids, **SPARSE)
-    assert_close(ours.logits, whole.logits)
 
 
 def test_an_enabled_model_keeps_its_settings(llama, ids):
@@ -84,14 +74,6 @@ def test_a_prompt_may_be_lists_or_what_a_tokenizer_returns(llama, ids):
     more = chunked_prefill(llama, ids, cache=cache, attention_mask=mask, **SPARSE).logits
     cache = chunked_prefill(llama, ids, **SPARSE).past_key_values
     assert torch.equal(chunked_prefill(llama, ids, cache=cache, **SPARSE).logits, more)
-
-
-def test_embeddings_turn_recall_off_and_say_so(llama, ids):
-    embeddings = llama.get_input_embeddings()(ids)
-    with pytest.warns(UserWarning, match="recall is off: the token ids are unknown"):
-        ours = chunked_prefill(llama, inputs_embeds=embeddings, **SPARSE).logits
-    without = chunked_prefill(llama, ids, **{**SPARSE, "recall": 0}).logits
-    assert_close(ours, without)
 
 
 TWO = {"input_ids": [1, 2]}

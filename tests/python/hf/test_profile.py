@@ -1,7 +1,5 @@
 """Profiles: where they are found, what is said of them, and which are refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -99,8 +97,7 @@ def test_settings_have_the_name_of_a_profile(llama, places):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
-    [(CONFIG, "1 of 4 KV heads keep more keys"), (preset_config("h2o"), "h2o")],
+    ("config", "said"), [(CONFIG, "1 of 4 KV heads keep more keys"), (preset_config("h2o"), "h2o")]
 )
 def test_it_is_said_once(llama, places, caplog, config, said):
     _write(places["shipped"] / "small.json", llama, config)
@@ -111,15 +108,6 @@ def test_it_is_said_once(llama, places, caplog, config, said):
                 pass
     (record,) = caplog.records
     assert record.getMessage() == f"h2o_prefill: profile small: {said}"
-
-
-@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
-def test_it_is_seen_unless_the_program_decides_otherwise(llama, monkeypatch, capsys, level):
-    # A logger without parents: that of pytest has handlers.
-    monkeypatch.setattr(profile, "_logger", logging.Logger("h2o_prefill", level))
-    _write(profile_path(llama), llama)
-    settings_of(llama, None)
-    assert ("1 of 4 KV heads" in capsys.readouterr().err) == (level == logging.NOTSET)
 
 
 @pytest.mark.parametrize(

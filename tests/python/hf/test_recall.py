@@ -1,7 +1,5 @@
 """Lexical recall at model level: the ids of the whole prompt, once per forward, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_helpers import LETTERS, assert_close, in_calls, new_cache, watch

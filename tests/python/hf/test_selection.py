@@ -1,7 +1,5 @@
 """Selection rules of a user: the same operator, only what the past holds, and refusals by name."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy

@@ -1,7 +1,5 @@
 """Session files: a prompt goes on as if it had never been saved; a damaged file is one line."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json
@@ -221,17 +219,6 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(llama, ids, path):
             assert path.read_bytes() == whole and list(path.parent.iterdir()) == [path]
 
 
-def test_threads_that_save_to_one_file(llama, ids, path, spawn):
-    with enable(llama, **RECALL):
-        caches = [saved_prompt(llama, ids, path), new_cache(llama)]
-        in_calls(llama, caches[1], ids[:, :40], (40,))
-        wholes = [path.read_bytes(), caches[1].save(path) or path.read_bytes()]
-        threads = [spawn(lambda cache=x: [cache.save(path) for _ in range(30)]) for x in caches]
-        while any(thread.is_alive() for thread in threads):
-            assert path.read_bytes() in wholes
-        assert list(path.parent.iterdir()) == [path]
-
-
 def test_other_settings_are_refused(llama, ids, path):
     with enable(llama, **RECALL):
         saved_prompt(llama, ids, path)
@@ -248,37 +235,32 @@ def test_other_settings_are_refused(llama, ids, path):
         ChunkedPrefillCache.load(path.parent, llama)
 
 
-def swap_rows(model):
+def with_swapped_rows(model):
     rows = model.model.embed_tokens.weight
     rows[[5, 9]] = rows[[9, 5]].clone()
+    return model
 
 
-def change_one(model):
+def with_one_changed(model):
     model.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-6
+    return model
 
 
-OTHERS = {
-    "config must be": lambda build: build("qwen3"),
-    "config must be [0-9a-f]{16}, got": lambda build: build("llama", rms_norm_eps=1e-3),
-    "dtype must be bfloat16, got float32": lambda build: build("llama").bfloat16(),
-}
-
-
-@pytest.mark.parametrize("message", OTHERS)
-def test_another_model_is_refused(build, llama, ids, path, message):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda build: build("qwen3"), "config must be"),
+        (lambda build: build("llama", rms_norm_eps=1e-3), "config must be [0-9a-f]{16}, got"),
+        (lambda build: build("llama").bfloat16(), "dtype must be bfloat16, got float32"),
+        (lambda build: with_swapped_rows(build("llama")), "weights must be .*, got"),
+        (lambda build: with_one_changed(build("llama")), "weights must be .*, got"),
+    ],
+)
+def test_another_model_is_refused(build, llama, ids, path, other, message):
     with enable(llama, **RECALL):
         saved_prompt(llama, ids, path)
     with pytest.raises(ValueError, match=f"session must be of this model: {message}"):
-        ChunkedPrefillCache.load(path, OTHERS[message](build))
-
-
-@pytest.mark.parametrize("change", [swap_rows, change_one])
-def test_other_weights_are_refused(build, llama, ids, path, change):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-    change(llama)
-    with pytest.raises(ValueError, match=r"of this model: weights must be .*, got"):
-        ChunkedPrefillCache.load(path, llama)
+        ChunkedPrefillCache.load(path, other(build))
 
 
 CHANGES = {
@@ -333,7 +315,7 @@ def test_the_text_of_the_tokens_is_a_part_of_the_file(llama, ids, path):
 
 @pytest.fixture
 def adapted(llama):
-    """The model with two adapters, of which "one" is active."""
+    """The model with two adapters; "one" is active."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights=False, r=2)
     model = peft.get_peft_model(llama, config, "one")
@@ -383,14 +365,6 @@ def test_the_weights_of_adapters_are_a_part_of_a_cache(adapted, ids, path):
             ChunkedPrefillCache.load(path, adapted)
         with pytest.raises(ValueError, match="whose active adapters, or their weights"):
             cache.save(path)
-
-
-def test_without_active_adapters_a_model_is_the_one_it_was(build, adapted, ids, path):
-    plain = build("llama")
-    with enable(plain, **SPARSE):
-        saved_prompt(plain, ids, path)
-    with enable(adapted, **SPARSE), adapted.disable_adapter():
-        assert ChunkedPrefillCache.load(path, adapted).get_seq_length() == sum(CALLS)
 
 
 def test_an_offloaded_model_has_a_session(build, llama, ids, path):
@@ -443,17 +417,6 @@ def test_a_prompt_of_two_settings_has_those_that_built_its_state(
             PrefixCache(1 << 30).add(cache)
 
 
-def test_token_ids_of_int32(llama, ids, path):
-    with enable(llama, **RECALL):
-        cache, other = saved_prompt(llama, ids[:, :72], path), new_cache(llama)
-        in_calls(llama, other, ids[:, :72].int(), CALLS)
-        other.save(path.with_name("other"))
-        assert path.with_name("other").read_bytes() == path.read_bytes()
-        turn = torch.cat([ids, ids[:, :9]], dim=1)
-        generated = llama.generate(turn.int(), past_key_values=other, **GREEDY)
-        assert torch.equal(llama.generate(turn, past_key_values=cache, **GREEDY), generated)
-
-
 def test_files_of_version_1_are_read(llama, prompt, path):
     with enable(llama, **RECALL, wide="1x2+1.0x6+0.1x3"):
         cache = saved_prompt(llama, prompt, path)
@@ -490,25 +453,6 @@ def refused(path, model, verify=False):
     assert "\n" not in str(caught.value)
 
 
-def test_a_cut_file_is_refused(llama, path, whole):
-    header = 8 + int.from_bytes(whole[:8], "little")
-    cuts = {*range(0, header, 37), header, *range(header, len(whole), 4999), len(whole) - 1}
-    more = (whole + b"\0", b"\xff" * 8 + whole[8:], b"\0" * 64, b"{}" * 99)
-    for content in (*(whole[:cut] for cut in cuts), *more):
-        path.write_bytes(content)
-        refused(path, llama)
-    path.write_bytes(whole)
-    path.chmod(0o600)
-    ChunkedPrefillCache.load(path, llama)
-
-
-def test_a_changed_bit_is_refused(llama, path, whole):
-    for place in range(8, len(whole), len(whole) // 97):
-        path.unlink()  # the file is mapped
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        refused(path, llama, verify=True)
-
-
 HEADERS = {
     "version": (3, 1, True, None),
     "dtype": ("float64", "int8", ["float32"]),
@@ -520,20 +464,13 @@ HEADERS = {
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_changed_header_is_refused(llama, path, name):
+def test_a_changed_header_is_refused(llama, path):
     tensors, metadata = contents(path)
-    for value in HEADERS[name]:
-        header = {**json.loads(metadata[KEY]), name: value}
-        save_file(tensors, path, metadata={KEY: json.dumps(header)})
+    header = json.loads(metadata[KEY])
+    texts = [json.dumps({**header, x: value}) for x, values in HEADERS.items() for value in values]
+    for text in [*texts, None, "", "[]", "5", "{", "[" * 99999, '{"version":1}', "NaN"]:
+        save_file(tensors, path, metadata=None if text is None else {KEY: text})
         refused(path, llama)
-
-
-@pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize("text", [None, "", "[]", "5", "{", "[" * 99999, '{"version":1}', "NaN"])
-def test_a_header_of_another_form_is_refused(llama, path, text):
-    save_file(contents(path)[0], path, metadata=None if text is None else {KEY: text})
-    refused(path, llama)
 
 
 def with_value(value, *where):
@@ -582,26 +519,17 @@ def test_changed_tensors_are_refused(llama, path, name):
         refused(path, llama)
 
 
-@pytest.mark.usefixtures("whole")
-def test_keys_of_other_heads_are_refused_when_the_prompt_goes_on(llama, ids, path):
-    tensors, metadata = contents(path)
-    narrow = {name: x[:, :1].contiguous() if x.ndim > 2 else x for name, x in tensors.items()}
-    save_file(narrow, path, metadata=metadata)
-    cache = ChunkedPrefillCache.load(path, llama, verify=False)
-    with pytest.raises(ValueError, match="new keys and values must be like those in the cache"):
-        llama(ids[:, :4], past_key_values=cache)
-    assert cache.get_seq_length() == sum(CALLS)
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_refused_or_harmless(llama, ids, path, whole, data):
-    header = 8 + int.from_bytes(whole[:8], "little")
+    header, small = 8 + int.from_bytes(whole[:8], "little"), st.integers(0, 3)
     damaged = bytearray(whole)
     # Mostly in the header: nearly all of the rest is keys and values.
     places = st.integers(0, header - 1) | st.integers(0, len(whole) - 1)
     for place in data.draw(st.lists(places, min_size=1, max_size=4)):
         damaged[place] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(0, len(whole)))] + b"\0" * data.draw(small)
     path.unlink()
     path.write_bytes(damaged)
     try:

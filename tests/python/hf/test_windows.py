@@ -3,8 +3,6 @@
 A layer whose window hides some keys goes through operators that never see a mask.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -41,6 +39,10 @@ MODELS = {
 }
 
 
+EVERY_MODEL = [(name, implementation) for name in MODELS for implementation in ("sdpa", "eager")]
+every_model = pytest.mark.parametrize(("name", "implementation"), EVERY_MODEL)
+
+
 @pytest.fixture
 def prompt(make_ids):
     return make_ids(1, TOKENS)
@@ -51,17 +53,15 @@ def windowed(build, name, window, implementation=None):
     return build(name, implementation, **{setting: window}, **more)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("window", [TOKENS, TOKENS + 1])
+@every_model
 def test_a_prompt_that_fits_the_window_is_sparse(
-    build, prompt, sparse_layers, name, window, implementation
+    build, prompt, sparse_layers, name, implementation
 ):
     unlimited = build(name, implementation, **MODELS[name][2])
     with enable(unlimited, **SPARSE):
         expected = unlimited(prompt).logits
     sparse_layers.clear()
-    model = windowed(build, name, window, implementation)
+    model = windowed(build, name, TOKENS, implementation)
     with enable(model, strict=True, **SPARSE):
         for cache in (None, new_cache(model)):
             ours = model(prompt, past_key_values=cache).logits
@@ -71,8 +71,7 @@ def test_a_prompt_that_fits_the_window_is_sparse(
     assert sparse_layers == [TOKENS] * 6
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", list(MODELS))
+@every_model
 def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
     build, prompt, sparse_layers, name, implementation
 ):
@@ -85,25 +84,7 @@ def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
     assert any("prompt does not fit into" in str(w.message) for w in caught) == (sliding == 2)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("window", [TOKENS - 1, TOKENS])
-def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, name, side, window):
-    batch, tokens = make_ids(2, TOKENS), slice(7, None) if side == "left" else slice(None, -7)
-    mask = torch.zeros_like(batch)
-    mask[0], mask[1, tokens] = 1, 1
-    model = windowed(build, name, window)
-    with warnings.catch_warnings(), enable(model, **SPARSE):
-        warnings.filterwarnings("ignore", message=r"h2o_prefill: .* does not fit into")
-        together = model(batch, attention_mask=mask).logits
-        assert len(sparse_layers) == 4 - (window < TOKENS) * MODELS[name][3]
-        for row, places in ((0, slice(None)), (1, tokens)):
-            alone = model(batch[row : row + 1, places]).logits[0]
-            assert_close(together[row, places], alone)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", list(MODELS))
+@every_model
 @pytest.mark.parametrize("window", [TOKENS - 1, TOKENS, 30])
 def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
     build, prompt, sparse_layers, name, implementation, window
@@ -164,10 +145,7 @@ def cut(build, request):
     return build(name, implementation, sliding_window=CUT, **WITH_LOGITS[name])
 
 
-CUT_MODELS = [
-    *((name, implementation) for name in MODELS for implementation in ("sdpa", "eager")),
-    *((name, "eager") for name in WITH_LOGITS),
-]
+CUT_MODELS = [*EVERY_MODEL, *((name, "eager") for name in WITH_LOGITS)]
 SLIDING = [model for model in CUT_MODELS if model[0] != "llama4"]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from op_testing import (
     DTYPES,
+    HEADS_AND_LAYOUTS,
     Shape,
     assert_same_on_threads,
     compare_with_oracle,
@@ -46,8 +47,7 @@ def find_recalled(batch, past, tokens, device):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
+@pytest.mark.parametrize(("heads", "layout"), HEADS_AND_LAYOUTS, ids=str)
 def test_agrees_with_the_oracle(device, dtype, heads, layout):
     check(*make_qkv(Shape(2, *heads, 150, 32, 48), dtype, device, layout))
 

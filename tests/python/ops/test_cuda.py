@@ -274,15 +274,3 @@ def test_recall_lists_may_come_from_the_host():
     assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
     with pytest.raises(ValueError, match=r"recall_positions must be in \[0, 200\)"):
         prefill(q, k, v, (on_host[0], on_host[1] + 200, on_host[2]))
-
-
-def test_selection_of_any_number_of_candidates_agrees_with_the_cpu():
-    for length in (100, 4096, 4097, 40000):
-        generator = torch.Generator().manual_seed(length)
-        # Some of them are equal: of equals the lower position wins.
-        scores = torch.randint(length, (1, 4, length), generator=generator).float()
-        memory = torch.empty(1, 4, 0, dtype=torch.int32)
-        arguments = (0, length, length // 10, length // 5, 4)
-        expected = ops.select_memory(scores, memory, *arguments)
-        actual = ops.select_memory(scores.cuda(), memory.cuda(), *arguments)
-        assert torch.equal(actual.cpu(), expected)

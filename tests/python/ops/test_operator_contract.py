@@ -201,11 +201,11 @@ WITH_SCALE = [n for n in samples() if "scale" in str(getattr(OPS, n).default._sc
 
 
 @pytest.mark.parametrize("name", WITH_SCALE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_scale_that_is_not_finite_is_refused(name, dtype, scale):
-    with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
-        getattr(OPS, name)(*samples(dtype)[name], scale=scale)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_that_is_not_finite_is_refused(name, dtype):
+    for scale in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
+            getattr(OPS, name)(*samples(dtype)[name], scale=scale)
 
 
 MISMATCHES = {

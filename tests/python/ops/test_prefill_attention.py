@@ -65,7 +65,7 @@ def run(model, prompt, buffers):
     for tokens in (*CALLS, *[1] * NUM_DECODED):
         begin = int(position[0])
         end = begin + tokens
-        # A dense call ignores the lists; those of the last sparse call will do.
+        # A dense call ignores the lists: the last sparse call's will do.
         if CONFIG.is_sparse_call(begin, tokens):
             recall = recall_lists(token_ids[:, :end], begin, CONFIG)
         # Not [:, begin:end]: torch.compile would make another graph for each stride.
@@ -114,7 +114,7 @@ def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, pro
     compiled = torch.compile(decoder, fullgraph=True, dynamic=True)
     capacity = 50_000
     buffers, position = new_buffers(capacity), torch.zeros(2, dtype=torch.int64)
-    # Not those of the first chunk, which are empty: PyTorch specialises sizes of 0 too.
+    # Not the first chunk's, which are empty: PyTorch specialises sizes of 0 too.
     recall = recall_lists(prompt[:, :100], 0, CONFIG)
 
     def call(begin, end):

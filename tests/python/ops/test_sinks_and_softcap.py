@@ -30,10 +30,9 @@ check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunke
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
-def test_agrees_with_the_oracle(device, dtype, heads, case):
-    q, k, v = make_qkv(Shape(2, *heads, 150, 32, 48), dtype, device)
-    check(q, k, v, *NO_STATE, 0, SETTINGS, **logit_options(case, heads[0], device))
+def test_agrees_with_the_oracle(device, dtype, case):
+    q, k, v = make_qkv(Shape(2, 6, 2, 150, 32, 48), dtype, device)
+    check(q, k, v, *NO_STATE, 0, SETTINGS, **logit_options(case, 6, device))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,7 +49,7 @@ def test_options_and_recall(device, dtype, options, case):
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
 def test_sinks_far_from_the_logits(device, dtype, sink, sink_dtype):
     """Sinks have any dtype and layout."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
@@ -93,7 +92,7 @@ def test_softcaps_far_from_the_logits(device, dtype, softcap, scale):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize(("rows", "past"), [(1, 60), (3, 60), (77, 0), (5, 3000)])
+@pytest.mark.parametrize(("rows", "past"), [(1, 60), (77, 0), (5, 3000)])
 def test_dense_attention(device, dtype, rows, past, case):
     """Of one pass of the kernel, and of several: a sink counts once."""
     q, k, v = make_qkv(Shape(2, 4, 2, rows, 32, 24), dtype, device, past=past)

@@ -1,7 +1,5 @@
 """The control flow of a kernel's machine code, and the registers of products that are under way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

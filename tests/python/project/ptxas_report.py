@@ -3,8 +3,6 @@
 As a program it writes the table of registers anew: python tests/python/project/ptxas_report.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -75,7 +73,7 @@ def find_nvcc() -> str | None:
 
 
 def known_archs(nvcc: str) -> list[str]:
-    """Return those of `ARCHS` that a compiler knows."""
+    """Return the `ARCHS` that a compiler knows."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
     # The list leaves out what is for one architecture alone, like 90a.
     return [arch for arch in ARCHS if arch.split()[0].rstrip("a") in listed.stdout.split()]
@@ -85,10 +83,7 @@ def compile_all(nvcc: str, archs: list[str]) -> list[Compiled]:
     """Compile every source for every architecture, two at a time, the longest sources first."""
     by_size = sorted(sources(), key=lambda source: -source.stat().st_size)
     jobs = [(source, arch) for source in by_size for arch in archs]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(PROCESSES) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
         return list(pool.map(lambda job: _compile(nvcc, *job, Path(folder)), jobs))
 
 

@@ -23,7 +23,7 @@ REGISTERS = {"USETMAXREG.DEALLOC": 56, "USETMAXREG.TRY_ALLOC": 224}
 
 
 def find_cuobjdump() -> str | None:
-    """Return the disassembler, that of Triton where no toolkit has one."""
+    """Return the disassembler, Triton's where no toolkit has one."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     triton = importlib.util.find_spec("triton")
     for folder in (triton.submodule_search_locations or ()) if triton else ():
@@ -53,8 +53,8 @@ def test_exponentials_overlap_the_products_and_warps_wait_in_one_place(tmp_path:
     kernels = instructions("attend_forward_sm90.cu", tmp_path)
     assert kernels
     for name, text in kernels.items():
-        # The first tile; the loop: products of the keys, then, after the exponentials of a tile of
-        # 64 rows and 128 keys and of two maxima, those of the values; the last tile. A wait for the
+        # The first tile; the loop: products of the keys, exponentials of a tile of 64 rows and
+        # 128 keys and of two maxima, products of the values; the last tile. A wait for the
         # values in more places would be one at which the warps of a warpgroup may differ.
         assert WAIT.findall(text) == ["0", "1", "0", "0"], name
         assert MachineCode(text).overlapped("MUFU.EX2") >= 64 * 128 // 128, name

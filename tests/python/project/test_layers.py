@@ -1,7 +1,5 @@
 """The map and the layers of CONTRIBUTING.md: folders, imports of the package, includes of C++."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -17,89 +15,50 @@ ATEN = ("ATen/", "c10/core/", "c10/util/")
 CUDA = ("c10/cuda/", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h", "cuda.h")
 KERNEL_VOCABULARY = (
     "h2o_prefill/error_fields.h",
-    "kernels/feature_map.h",
-    "kernels/host_device.h",
-    "kernels/key_sets.h",
-    "kernels/linear_params.h",
-    "kernels/params.h",
-    "kernels/softmax_state.h",
-    "kernels/widening.h",
+    *(
+        f"kernels/{name}.h"
+        for name in (
+            *("feature_map", "host_device", "key_sets", "linear_params", "params"),
+            *("softmax_state", "widening"),
+        )
+    ),
+)
+LIBRARY = ("common/", "h2o_prefill/")
+OPERATOR = (
+    *(*ATEN, "common/", "h2o_prefill/ops.h", "kernels/composite/", "torch/library.h"),
+    *KERNEL_VOCABULARY,
 )
 # What a file may include beside the standard library, by the first pattern that its path matches.
 ALLOWED = {
     # The component text stands in one header.
     r"include/h2o_prefill/tokenizer\.h": (*ATEN, "openvino/openvino.hpp"),
     r"include/": (
-        "h2o_prefill/",
-        "ATen/core/Generator.h",
-        "ATen/core/Tensor.h",
-        "torch/custom_class.h",
+        *("h2o_prefill/", "ATen/core/Generator.h", "ATen/core/Tensor.h", "torch/custom_class.h"),
     ),
     r"bindings/python_module\.cpp": ("pybind11/",),
-    r"bindings/library\.cpp": (
-        "common/",
-        "h2o_prefill/",
-        # The name of the instruction set.
-        "kernels/cpu/attend_rows.h",
-        "torch/library.h",
-    ),
-    r"bindings/": ("common/", "h2o_prefill/", "torch/"),
-    r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
+    # The name of the instruction set.
+    r"bindings/library\.cpp": (*LIBRARY, "kernels/cpu/attend_rows.h", "torch/library.h"),
+    r"bindings/": (*LIBRARY, "torch/"),
+    r"core/": (*ATEN, *LIBRARY, "core/"),
     r"runtime/": (
-        *ATEN,
-        "common/checkpoint.h",
-        "common/rules.h",
-        "h2o_prefill/",
-        "sys/utsname.h",
-        "torch/csrc/inductor/aoti_package/",
+        *(*ATEN, "common/checkpoint.h", "common/rules.h", "h2o_prefill/", "sys/utsname.h"),
         "torch/version.h",
+        "torch/csrc/inductor/aoti_package/",
     ),
     r"ops/": (
-        *ATEN,
-        "common/linear_attention_request.h",
-        "common/prefill_entries.h",
-        "common/rules.h",
-        "h2o_prefill/ops.h",
-        "ops/",
-        "torch/csrc/autograd/",
-        "torch/library.h",
+        *(*ATEN, "common/linear_attention_request.h", "common/prefill_entries.h", "common/rules.h"),
+        *("h2o_prefill/ops.h", "ops/", "torch/csrc/autograd/", "torch/library.h"),
     ),
     # A file is written whole.
     r"common/atomic_file\.": ("c10/", "common/", "fcntl.h", "sys/file.h", "sys/stat.h", "unistd.h"),
-    r"common/": (*ATEN, "common/", "h2o_prefill/", "sys/mman.h", *KERNEL_VOCABULARY),
+    r"common/": (*ATEN, *LIBRARY, "sys/mman.h", *KERNEL_VOCABULARY),
     r"kernels/[^/]+$": KERNEL_VOCABULARY,
     r"kernels/cuda/[^/]+\.cuh?$": ("kernels/cuda/", *KERNEL_VOCABULARY, *CUDA),
-    r"kernels/composite/": (
-        *ATEN,
-        "common/",
-        "h2o_prefill/ops.h",
-        "kernels/composite/",
-        "torch/library.h",
-        *KERNEL_VOCABULARY,
-    ),
+    r"kernels/composite/": OPERATOR,
     r"kernels/cpu/": (
-        *ATEN,
-        "arm_neon.h",
-        "cpuid.h",
-        "common/",
-        "h2o_prefill/ops.h",
-        "immintrin.h",
-        "kernels/composite/",
-        "kernels/cpu/",
-        "sys/",
-        "torch/library.h",
-        *KERNEL_VOCABULARY,
+        *(*OPERATOR, "arm_neon.h", "cpuid.h", "immintrin.h", "kernels/cpu/", "sys/"),
     ),
-    r"kernels/cuda/": (
-        *ATEN,
-        "common/",
-        "h2o_prefill/ops.h",
-        "kernels/composite/",
-        "kernels/cuda/",
-        "torch/library.h",
-        *KERNEL_VOCABULARY,
-        *CUDA,
-    ),
+    r"kernels/cuda/": (*OPERATOR, "kernels/cuda/", *CUDA),
 }
 PYTORCH = ("ATen/", "c10/", "torch/", "common/", "h2o_prefill/")
 

@@ -1,17 +1,12 @@
 """Scores, the selection of the memory set, and the gathering of its rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from h2o_prefill.reference import (
     ScoreTracker,
     build_memory_set,
     gather_memory_kv,
-    ops,
     select_heavy_hitters,
     sorted_gather,
 )
@@ -68,65 +63,6 @@ def test_a_token_of_chunk_zero_stays_while_its_score_is_high_and_never_returns()
     for chunk in (1, 2):
         memory = build_memory_set(memory, chunk * S, (chunk + 1) * S, scores, L, 1)
     assert memory[0].tolist() == [[2, *range(3 * S - L, 3 * S)]] * 2
-
-
-@st.composite
-def selections(draw):
-    chunk_begin = draw(st.integers(0, 20))
-    chunk_end = chunk_begin + draw(st.integers(0, 20))
-    heads = draw(st.integers(1, 3))
-    scored = draw(st.integers(0, chunk_end + 3))
-    # Few different values, so that ties are common.
-    value = st.sampled_from([0.0, 0.25, 1.0, 1.5, 7.0])
-    scores = [draw(st.lists(value, min_size=scored, max_size=scored)) for _ in range(heads)]
-    width = draw(st.integers(0, 8))
-    earlier = st.integers(0, chunk_begin - 1) if chunk_begin else st.nothing()
-    memory = []
-    for _ in range(heads):
-        held = sorted(draw(st.sets(earlier, max_size=min(width, chunk_begin))))
-        memory.append(held + [-1] * (width - len(held)))
-    # Heads of one layer, or layers of one head.
-    shape = draw(st.sampled_from([(1, heads), (heads, 1)]))
-    return {
-        "scores": torch.tensor(scores, dtype=torch.float32).reshape(*shape, scored),
-        "memory": torch.tensor(memory, dtype=torch.int32).reshape(*shape, width),
-        "chunk_begin": chunk_begin,
-        "chunk_end": chunk_end,
-        "local_window": draw(st.integers(0, 8)),
-        "heavy_budget": draw(st.integers(0, 12)),
-        "sink_tokens": draw(st.integers(0, 5)),
-    }
-
-
-@settings(max_examples=100)
-@given(selections())
-def test_selection_is_what_the_rule_says(case):
-    """Size, order, padding, sinks, local window, no better candidate left out, no other taken."""
-    selected = ops.select_memory(**case)
-    end, budget = case["chunk_end"], case["heavy_budget"]
-    width = case["sink_tokens"] + case["local_window"] + budget
-    assert selected.dtype == torch.int32
-    assert selected.shape == (*case["memory"].shape[:2], width)
-    retained = set(range(min(case["sink_tokens"], end)))
-    retained |= set(range(max(end - case["local_window"], 0), end))
-    heads = (x.flatten(0, 1).tolist() for x in (selected, case["scores"], case["memory"]))
-    for row, scores, memory in zip(*heads, strict=True):
-        members = [j for j in row if j >= 0]
-        assert row == members + [-1] * (width - len(members))
-        assert members == sorted(set(members))
-        candidates = set(range(case["chunk_begin"], end))
-        candidates |= {j for j in memory if j >= 0}
-        heavy = set(members) - retained
-        assert retained <= set(members)
-        assert heavy <= candidates
-        assert len(heavy) == min(budget, len(candidates - retained))
-
-        def rank(j, scores=scores):
-            return (scores[j] if j < len(scores) else 0.0, -j)
-
-        left_out = candidates - retained - heavy
-        if heavy and left_out:
-            assert min(map(rank, heavy)) > max(map(rank, left_out))
 
 
 def test_gather_takes_each_heads_own_rows():

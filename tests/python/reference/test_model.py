@@ -1,7 +1,5 @@
 """A whole decoder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

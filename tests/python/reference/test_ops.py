@@ -1,7 +1,5 @@
 """Oracles of the operators: the definition of the method, and its invariants."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from op_testing import Shape, make_qkv, recall_text, settings_text
@@ -143,20 +141,3 @@ def test_phases_are_attention_over_their_keys():
     assert_equal(lse, logits.logsumexp(-1))
     assert_equal(colsum.sum(-1), torch.full((2, 2), 2.0 * 20, dtype=q.dtype))
     assert (colsum[..., 3] == 0).all()
-
-
-@pytest.mark.parametrize("width", [0, 3])
-def test_memory_attention_over_nothing(width):
-    indices = torch.full((2, 2, width), -1, dtype=torch.int32)
-    out, lse, colsum = ops.memory_attention(*random_qkv(5), indices)
-    assert (out == 0).all() and (lse == -torch.inf).all()
-    assert colsum.shape == (2, 2, width) and (colsum == 0).all()
-
-
-@GROUPS
-@pytest.mark.parametrize("rows", [0, 1, 7, 20])
-def test_dense_attention_of_the_last_rows_is_pytorchs(heads, rows):
-    q, k, v = random_qkv(rows, heads, past=20 - rows)
-    mask = torch.ones(rows, 20, dtype=torch.bool).tril(20 - rows)
-    expected = sdpa(q, k, v, attn_mask=mask, scale=0.3)
-    assert_equal(ops.dense_attention(q, k, v, 0.3), expected)

@@ -13,7 +13,7 @@ namespace {
 
 bool is_hopper = false;
 
-TEST(CudaKernels, AreThoseThatTheEnvironmentAsksFor) {
+TEST(CudaKernels, TheEnvironmentChoosesTheKernels) {
   EXPECT_STREQ(h2o_prefill::cuda_kernels().arch, is_hopper ? "sm_90a" : "sm_80");
 }
 

@@ -277,17 +277,6 @@ TEST_P(Attention, PositionsOutsideOfTheHistoryAreAbsent) {
   }
 }
 
-TEST_P(Attention, NothingToDo) {
-  Call call({DType::kBFloat16, 5, 5});
-  call.params.rows.count = 0;
-  call.run();
-  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
-  call.params.rows.count = 5;
-  call.attend_to({}, 0);
-  const auto sums = sum_columns(sums_params(call, {.scatter_add = true}), call.lse, true);
-  EXPECT_EQ(sums, std::vector<float>(5, kBefore));
-}
-
 TEST_P(Attention, DimsThatHaveNoKernel) {
   for (const auto& [dim, value_dim] : {std::pair{264, 64}, std::pair{64, 264}}) {
     Call call({DType::kFloat16, 5, 5, dim, value_dim});

@@ -113,20 +113,6 @@ TEST(Emulation, AsynchronousCopiesAreThereAfterTheWaitForTheirGroup) {
   for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(out[i], kExpected[i % 8]) << i;
 }
 
-TEST(Emulation, RoundingsAndFunctionsOfNumbers) {
-  EXPECT_EQ(ptx::from_float<kBFloat16>(1.00390625F), 0x3F80);  // between two: to the even one
-  EXPECT_EQ(ptx::from_float<kBFloat16>(1.01171875F), 0x3F82);
-  EXPECT_EQ(ptx::from_float<kFloat16>(1.00048828125F), 0x3C00);
-  EXPECT_EQ(ptx::from_float<kFloat16>(65520.0F), 0x7C00);  // inf
-  EXPECT_EQ(ptx::pack_pair<kBFloat16>(1.0F, -2.0F), 0xC0003F80U);
-  EXPECT_EQ(ptx::pack_pair<kFloat16>(1.0F, -2.0F), 0xC0003C00U);
-  EXPECT_EQ(ptx::from_float<kBFloat16>(-NAN), 0x7FFF);
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(ptx::exp2(-kInf), 0.0F);
-  EXPECT_EQ(ptx::exp2(-127.0F), 0.0F);  // subnormal
-  EXPECT_EQ(ptx::exp2(10.0F), 1024.0F);
-}
-
 __global__ void count_kernel(const Params params) { params.out[0] += 1; }
 
 TEST(Emulation, LaunchesObeyTheLimitsOfTheHardware) {
@@ -288,7 +274,7 @@ const Misuse kMisuses[] = {
          __syncthreads();
        }
      },
-     "while thread [0-9]+ is at that of .*test_emulation.cpp"},
+     "while thread [0-9]+ is at the one of .*test_emulation.cpp"},
     {"LanesAtDifferentCollectives",
      [](Params) { threadIdx.x % 2 ? __syncwarp() : load_matrix(shared_bytes()); },
      "lanes of a warp are apart: at (__syncwarp|ldmatrix_x4) "},
@@ -327,10 +313,6 @@ TEST_P(MisuseDeathTest, StopsTheProgram) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Emulation, MisuseDeathTest, ::testing::ValuesIn(kMisuses));
-
-TEST(Emulation, ACopyThatIsNotValidReadsNothing) {
-  run_block([](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 64, false); });
-}
 
 }  // namespace
 }  // namespace h2o_prefill

@@ -130,7 +130,7 @@ TEST(SelectMemory, RandomProblemsWithManyTies) {
   }
 }
 
-TEST(SelectMemory, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
+TEST(SelectMemory, CandidatesAroundTheSizesOfACtaAndItsRegisters) {
   for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 8192, 8193}) {
     for (const int distinct : {2, 100000}) {
       cuda_emulation::set_seed(static_cast<unsigned>(candidates));
@@ -171,17 +171,6 @@ TEST(SelectMemory, AnyFloatRanksAsInASort) {
     p.scores.resize(p.stride());
     check(p);
   }
-}
-
-TEST(SelectMemory, EntriesOfTheChunkItselfAreCountedOnce) {
-  Problem p{1, 4, 8, 4, 8, 1, 5, 0, {}, {1, 3, 5, 6}};
-  p.scores.assign(p.stride(), 1.0F);
-  check(p);
-}
-
-TEST(SelectMemory, NothingToDo) {
-  check(random_problem({0, 3, 10, 5, 10, 2, 2, 1}, 3, 1));
-  check(random_problem({3, 3, 10, 5, 10, 0, 0, 0}, 3, 1));
 }
 
 }  // namespace
