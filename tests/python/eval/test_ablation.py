@@ -214,19 +214,18 @@ def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) ->
         assert not panel.images
 
 
-def test_points_have_names_of_presets_or_what_differs_from_one(
+def test_points_are_numbered_and_named_by_presets_or_changes(
     ablate: Ablate, tmp_path: Path
 ) -> None:
     frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
     # The first is a preset, and beaten in both; the second is the best.
     frame = frame.assign(preset=["h2o", None], delta_percent=[9, 8.0], attention_flops_ratio=[1, 2])
     (axes,) = plot_ablation(frame, tmp_path / "p.pdf").axes
-    assert {text.get_text() for text in axes.texts} == {"h2o", "1"}
+    assert [text.get_text() for text in axes.texts] == ["1", "2"]
     change = {"sum": "", "max": " gqa_reduce=max"}[frame["gqa_reduce"].iloc[1]]
-    assert axes.get_title(loc="left") == f"setting 1: h2o S=16 L=4 H=4{change}"
-    # One row alone has its name too, and no number.
+    assert axes.get_title(loc="left") == f"1: h2o\n2: h2o S=16 L=4 H=4{change}"
     (axes,) = plot_ablation(frame[:1], tmp_path / "p.pdf").axes
-    assert [text.get_text() for text in axes.texts] == ["h2o"]
+    assert axes.get_title(loc="left") == "1: h2o"
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
 
 
