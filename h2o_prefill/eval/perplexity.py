@@ -136,10 +136,9 @@ def evaluate_perplexity(
     model : nn.Module or str
         A causal language model with dense attention, or a name that `load_model` knows.
     dataset : Tensor, sequence of int, Corpus or str
-        Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
-        tokenizer.
+        Tokens; or a text, or the name of one that `load_text` knows, which need a tokenizer.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run, as `enable` takes them. Default: what `enable` takes.
+        Settings of the sparse run. Default: what `enable` takes.
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int
@@ -147,12 +146,11 @@ def evaluate_perplexity(
     windows : str
         A slice "begin:end" of the windows.
     protocol : {"gptq", "llamacpp"}
-        Which tokens are scored: all but the first of a window, or its second half.
-        "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
-        one.
+        Which tokens are scored: all but the first of a window, or its second half. "llamacpp" also
+        puts BOS first in each window, if the tokenizer adds it.
     key_tokens : bool
-        Whether to measure also on the tokens that need the long context (LongPPL), which takes
-        dense runs of 2,048 tokens: about as long as the window again.
+        Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
+        tokens, which take about as long as the window again.
     select : callable, optional
         A selection rule for the sparse run, as `enable` takes it.
     on_progress : callable, optional
@@ -166,8 +164,7 @@ def evaluate_perplexity(
     Raises
     ------
     ValueError
-        If a window is shorter than two chunks, the text is too short for the windows, an argument
-        is out of its range, or the model already runs sparsely.
+        If an argument is out of its range, or the model already runs sparsely.
     ArithmeticError
         If a run gives logits that are not finite.
     """

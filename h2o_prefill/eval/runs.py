@@ -9,22 +9,8 @@ from typing import Any
 from torch import nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation.runs import DENSE, check_dense, check_length, settings_for
+from h2o_prefill.generation.runs import DENSE, check_dense, check_length
 from h2o_prefill.presets import PRESETS
-
-
-def chosen_variants(
-    model: Any, variants: Mapping[str, PrefillConfig] | None
-) -> dict[str, PrefillConfig]:
-    """Return the settings to compare with dense prefill by name, by default what `enable` takes."""
-    if variants is None:
-        from h2o_prefill.profile import settings_name
-
-        config = settings_for(model, None)
-        return {settings_name(model, config): config}
-    if DENSE in variants:
-        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
-    return dict(variants)
 
 
 def with_dense(variants: Mapping[str, PrefillConfig]) -> dict[str, PrefillConfig]:
