@@ -71,7 +71,7 @@ class AttentionMeasures:
 
     @property
     def heavy_jaccard(self) -> Tensor:
-        """That of the sets without the last L positions, NaN where neither holds others."""
+        """The same without the last L positions, NaN where neither set holds others."""
         held = self._heavy()
         return _jaccard(held[:-1], held[1:])
 
@@ -93,28 +93,28 @@ class AttentionMeasures:
         """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
 
         `summary` and `by_chunk` hold the mean over all query heads of all layers and the worst
-        head, and the mean over all KV heads of the Jaccard index of the set that a chunk attends to
-        and that of the chunk before; `by_layer` holds every head, and the set after the last chunk.
+        head, and the mean over all KV heads of the Jaccard index of the sets that a chunk and the
+        chunk before attend to; `by_layer` holds every head.
         """
         stability = self.jaccard
+        # The first chunk attends to no set, the second to the first one.
+        by_chunk = zip(
+            self.chunk_ends,
+            self.l1_error_by_chunk,
+            self.mass_recall_by_chunk,
+            [None, None, *stability],
+            strict=False,
+        )
         names = ["l1_error", "mass_recall", "mass_recall_lowest"]
         names += ["l1_error_by_chunk", "mass_recall_by_chunk"]
-        chunks = zip(
-            self.chunk_ends, self.l1_error_by_chunk, self.mass_recall_by_chunk, strict=True
-        )
         heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
         return {
             "config": asdict(self.config),
             "tokens": self.chunk_ends[-1],
             "summary": self._summary(self.l1_error, self.mass_recall, stability[:-1]),
             "by_chunk": [
-                # The first chunk attends to no set, the second to the first one.
-                {
-                    "chunk": chunk,
-                    "end": end,
-                    **self._summary(error, recall, stability[chunk - 2] if chunk >= 2 else None),
-                }
-                for chunk, (end, error, recall) in enumerate(chunks)
+                {"chunk": chunk, "end": end, **self._summary(*measured)}
+                for chunk, (end, *measured) in enumerate(by_chunk)
             ],
             "by_layer": [
                 {
@@ -159,10 +159,10 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
 
-    The model runs once and densely, so that each layer gets the inputs of a dense run: what is
-    measured is the error of that layer alone, not the accumulated error of earlier layers. On the
-    q, k and v of a layer, in fp32 (fp64 for fp64), with x the output of the sparse prefill, y that
-    of dense attention, both [Hq, T, Dv]:
+    The model runs once and densely, so that each layer gets the inputs of a dense run: an error is
+    the layer's own, without the errors of earlier layers. On the q, k and v of a layer, in fp32
+    (fp64 for fp64), with x the output of the sparse prefill and y the output of dense attention,
+    both [Hq, T, Dv]:
 
     - relative L1 error of head h over rows R: sum |x_hid - y_hid| / sum |y_hid|, over the rows i in
       R and all d;
@@ -170,8 +170,8 @@ def measure_attention(
       keys j that row i sees sparsely, with p_hij = exp(z_hij) / sum_{j' <= i} exp(z_hij') and
       z_hij = scale q_hi . k_hj, capped if the layer has a softcap; attention sinks, if it has any,
       are in x and y but not in p. A row sees its chunk up to itself, the memory set that its chunk
-      attends to (that of the operator, on these q and k), the keys that it recalls, and all keys
-      before it if it is in the dense tail.
+      attends to (as the operator chooses it on these q and k), the keys that it recalls, and all
+      keys before it if it is in the dense tail.
 
     R is the prompt or one chunk. Rows of the first chunk have error 0 and recall 1, since they see
     everything: both measures of a prompt depend on its number of chunks.
@@ -189,11 +189,7 @@ def measure_attention(
     select : callable, optional
         A selection rule, as `enable` takes it.
     on_progress : callable, optional
-        Called with (layers begun, number of layers, description of the next step).
-
-    Returns
-    -------
-    AttentionMeasures
+        Called with (layers begun, layers in all, what runs next).
 
     Raises
     ------
@@ -222,9 +218,8 @@ def measure_attention(
         of_layer = config.of_layer(index), recalled, call.logit_options
         found[index] = measure_layer(*qkv, *of_layer, index, select)
 
-    last = last_logits_only(model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
-        model(prompt, use_cache=False, **last)
+        model(prompt, use_cache=False, **last_logits_only(model))
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
@@ -299,15 +294,8 @@ def measure_layer(
             memory = next_memory(state, config)
         else:
             memory = selector.select(state, k, v, config, layer, options[0])
-        chunks.append(
-            (
-                (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
-                dense[0].abs().sum((1, 2), dtype=torch.float64),
-                mass.sum(1),
-                mass.amin(1),
-                memory[0],
-            )
-        )
+        sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
+        chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
     rows = torch.full((len(pattern),), width)
     rows[-1] -= len(pattern) * width - length
     columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
