@@ -45,7 +45,7 @@ def benchmark_throughput(
     num_runs : int
         Timed runs of each mode at each length.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs, as `enable` takes them. Default: what `enable` takes.
+        Settings of the sparse runs. Default: what `enable` takes.
     seed : int
         Seed of the random tokens.
     on_progress : callable, optional
