@@ -31,9 +31,6 @@ from h2o_prefill.generation.runs import Progress, eval_mode, report_progress, se
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
-# The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
-_BLOCK_NUMBERS = 1 << 22
-
 # A pattern has at most this many bins of queries, and of keys.
 _PATTERN_BINS = 64
 
@@ -176,7 +173,7 @@ def measure_attention(
     R is the prompt or one chunk. Rows of the first chunk have error 0 and recall 1, since they see
     everything: both measures of a prompt depend on its number of chunks.
 
-    The q, k and v of one layer and the softmax weights of a block of rows are held at a time.
+    The q, k and v of one layer are held at a time.
 
     Parameters
     ----------
@@ -270,12 +267,15 @@ def measure_layer(
     """Compare sparse with dense attention of one layer, q, k and v [1, H, T, D], chunk by chunk."""
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
-    length = query.shape[2]
+    length, kv_heads = query.shape[2], key.shape[1]
     state: PrefillState | None = None
     chunks: list[tuple[Tensor, ...]] = []
     width = -(-length // _PATTERN_BINS)
-    pattern = query.new_zeros(-(-length // width), query.shape[1], -(-length // width))
-    bins = pattern, width
+    bin_of = torch.arange(length, device=query.device) // width
+    bins = functional.one_hot(bin_of).to(query)
+    pattern = query.new_zeros(bins.shape[1], query.shape[1], bins.shape[1])
+    # Sinks have no part in the shares of a softmax.
+    shares_only = options[0], None, options[2]
     selector = None
     if select is not None:
         # The settings that the rule sees have the whole dense tail.
@@ -287,86 +287,26 @@ def measure_layer(
         # The dense tail belongs to the prompt, not to the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
+        # Attention to indicators as values sums weights: over each bin, and over the chunk itself.
+        # A row sees its chunk, so that the share of the visible keys is a ratio of two such sums.
+        own = (torch.arange(end, device=query.device) >= begin).to(query)
+        shares = torch.cat([bins[:end], own.unsqueeze(1)], 1).expand(1, kv_heads, -1, -1)
+        weights = ops.dense_attention(q, k, shares, *shares_only)[0]
+        own = shares[..., -1:]
+        seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only, layer, selector)
+        mass = (weights[..., -1].double() / seen[0, ..., 0]).clamp(max=1)
+        pattern.index_add_(0, bin_of[begin:end], weights[..., :-1].transpose(0, 1))
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)
         dense = ops.dense_attention(q, k, v, *options)
-        mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options, bins)
         if selector is None:
             memory = next_memory(state, config)
         else:
             memory = selector.select(state, k, v, config, layer, options[0])
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
         chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
-    rows = torch.full((len(pattern),), width)
-    rows[-1] -= len(pattern) * width - length
     columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
-    columns.append(pattern.cpu().float() / rows[:, None, None])
-    return LayerMeasures(*columns)
-
-
-def _visible_mass(
-    q: Tensor,
-    k: Tensor,
-    begin: int,
-    memory: Tensor,
-    recalled: RecallLists,
-    config: PrefillConfig,
-    options: LogitOptions,
-    pattern: tuple[Tensor, int],
-) -> Tensor:
-    """Return the dense softmax mass on the keys that rows of one chunk see, fp64 [Hq, rows].
-
-    Adds all mass to a pattern's bins [bins, Hq, bins], each of so many rows and keys.
-
-    q [Hq, rows, D] are the rows from `begin` on, k [Hkv, begin + rows, D] all keys up to them,
-    memory [Hkv, M] the sets that they attend to. The last `config.dense_tail` rows see every key.
-    """
-    scale, _, softcap = options
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    end = k.shape[1]
-    held = held_positions(memory, end)
-    groups = q.unflatten(0, (k.shape[0], -1))
-    step = max(1, _BLOCK_NUMBERS // (q.shape[0] * end))
-    masses = []
-    for first in range(begin, end, step):
-        last = min(first + step, end)
-        group_q = groups[:, :, first - begin : last - begin].flatten(1, 2)
-        logits = (group_q @ k[:, :last].transpose(1, 2)).mul_(factor)
-        if softcap > 0:
-            logits.div_(softcap).tanh_().mul_(softcap)
-        # [Hkv, G, rows, keys], and masks that the heads of a group share.
-        logits = logits.unflatten(1, (-1, last - first))
-        row = torch.arange(first, last, device=q.device).unsqueeze(1)
-        key = torch.arange(last, device=q.device)
-        visible = (key >= begin) | (row >= end - config.dense_tail)
-        visible = visible | recalled_mask(recalled, config.recall_block, first, last).to(q.device)
-        visible = visible | held[:, :last].unsqueeze(1)
-        weights = logits.masked_fill_(key > row, -torch.inf).softmax(-1)
-        _add_to_pattern(*pattern, weights.flatten(0, 1), first)
-        weights.masked_fill_(~visible.unsqueeze(1), 0)
-        masses.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
-    return torch.cat(masses, dim=1)
-
-
-def recalled_mask(recalled: RecallLists, block: int, begin: int, end: int) -> Tensor:
-    """Return bool [end - begin, end]: whether a row of [begin, end) recalls a key."""
-    mask = torch.zeros(end - begin, end, dtype=torch.bool)
-    offsets, positions, visible_from = recalled
-    if offsets is None or positions is None or visible_from is None:
-        return mask
-    for index in range(begin // block, -(-end // block)):
-        first, last = max(begin, index * block), min(end, (index + 1) * block)
-        entries = slice(int(offsets[index]), int(offsets[index + 1]))
-        seen = visible_from[entries].cpu() <= torch.arange(first, last).unsqueeze(1)
-        mask[first - begin : last - begin, positions[entries].long().cpu()] = seen
-    return mask
-
-
-def _add_to_pattern(pattern: Tensor, width: int, weights: Tensor, first: int) -> None:
-    """Add weights [Hq, rows, keys] of the rows from `first` on to bins [bins, Hq, bins]."""
-    last, bins = weights.shape[2], len(pattern)
-    by_bin = functional.pad(weights, (0, bins * width - last)).unflatten(2, (bins, width)).sum(-1)
-    row = torch.arange(first, last, device=weights.device)
-    pattern.index_add_(0, row // width, by_bin.transpose(0, 1))
+    rows_of_bins = bin_of.bincount().view(-1, 1, 1)
+    return LayerMeasures(*columns, (pattern / rows_of_bins).cpu().float())
 
 
 def _jaccard(first: Tensor, second: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from h2o_prefill import reference
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import attention as module
 from h2o_prefill.eval import measure_attention, observe
 from h2o_prefill.eval.attention import measure_layer
 from h2o_prefill.eval.attention_flops import find_recalled
@@ -84,17 +83,14 @@ def test_a_layer_against_softmaxes_over_all_pairs(
     changes: dict[str, Any],
     heads: tuple[int, int],
     options: LogitOptions,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, layer = CONFIG.replace(**changes), _layer(*heads)
     difference, size, mass = _brute_force(layer, config, options)
     lowest = [part.amin(-1) for part in mass.tensor_split(ENDS[:-1], dim=-1)]
     expected = (*map(_by_chunk, (difference, size, mass)), torch.stack(lowest))
-    for block_numbers in (1 << 22, 1500):
-        monkeypatch.setattr(module, "_BLOCK_NUMBERS", block_numbers)
-        found = measure_layer(*layer, config, find_recalled(PROMPT, config), options)
-        for ours, theirs in zip(found, expected, strict=False):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    found = measure_layer(*layer, config, find_recalled(PROMPT, config), options)
+    for ours, theirs in zip(found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_16_bit_inputs_are_measured_without_their_rounding() -> None:
@@ -105,11 +101,10 @@ def test_16_bit_inputs_are_measured_without_their_rounding() -> None:
     assert found.difference[0].amax() < 1e-5 * found.size[0].amin()
 
 
-def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_NUMBERS", 1 << 14)
-    layer = [torch.randn(1, heads, 512, 8) for heads in (4, 2, 2)]
+def test_memory_stays_bounded() -> None:
+    layer = [torch.randn(1, heads, 2048, 8) for heads in (4, 2, 2)]
     config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
-    one_matrix = 4 * 512 * 512
+    one_matrix = 4 * 2048 * 2048
     assert peak_bytes(lambda: measure_layer(*layer, config)) < one_matrix
 
 
