@@ -310,21 +310,18 @@ def _find_cells(
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
-            cells = {
-                digest(corpus.name, protocol, digests, _changed(config), *of_rule): config
-                for length, config in grid
-                if length == context
-            }
+            cells = {}
+            for length, config in grid:
+                if length == context:
+                    # Without the fields at their defaults: a new field leaves old keys as they are.
+                    values = {n: getattr(config, n) for n in FIELDS}
+                    changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
+                    key = digest(corpus.name, protocol, digests, changed, *of_rule)
+                    cells[key] = config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
             found.append(_Text(digest(digests), columns, indices, batches, cells))
     return found
-
-
-def _changed(config: PrefillConfig) -> dict[str, Any]:
-    """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
-    values = {name: getattr(config, name) for name in FIELDS}
-    return {name: value for name, value in values.items() if value != getattr(PrefillConfig, name)}
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:

@@ -241,18 +241,23 @@ def _compare(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of one layer; `dense` is its output, [1, Hq, T, Dv]."""
     kv_heads, columns = call.key.shape[1], dense.shape[1] * dense.shape[3]
-    weight = None if size is None else _output_projection(call.module, columns)
-    if weight is None:
-        gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
-        size = _squares(dense, gram)
-    else:
+    # The last linear layer that takes all heads. Packed weights of quantised models do not fit.
+    weights = [child.weight for child in call.module.children() if isinstance(child, nn.Linear)]
+    weight = weights[-1] if weights else dense
+    if size is not None and weight.shape[1:] == (columns,) and weight.is_floating_point():
         parts = weight.float().unflatten(1, (kv_heads, -1)).transpose(0, 1)
         gram = parts.transpose(1, 2) @ parts
-    assert size is not None
+    else:
+        gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
+        size = _squares(dense, gram)
     layer = config.of_layer(call.module.layer_idx)
     errors = []
     for factor in FACTORS:
-        state = None, None, *recall, 0, _multiplied(layer, factor)  # of a prompt that begins
+        # Larger sets, which errors do not widen.
+        local, heavy = factor * layer.local_window, factor * layer.heavy_budget
+        fields = f"local_window={local},heavy_budget={heavy},error_rows=0"
+        settings: str = layer.native.with_fields(fields).to_string()
+        state = None, None, *recall, 0, settings  # of a prompt that begins
         given = call.query, *call.held, *state, *call.logit_options
         sparse, *_ = ops.chunked_sparse_attention(*given)
         errors.append(_squares(sparse - dense, gram))
@@ -281,27 +286,11 @@ def _sizes_of_residuals(model: nn.Module) -> Iterator[dict[int, Tensor]]:
         yield sizes
 
 
-def _output_projection(module: nn.Module, columns: int) -> Tensor | None:
-    """Return the weights [any, columns] of the last linear layer that takes all heads, if any."""
-    weights = [child.weight for child in module.children() if isinstance(child, nn.Linear)]
-    # Packed weights of quantised models have other shapes or dtypes.
-    fits = weights and weights[-1].shape[1] == columns and weights[-1].is_floating_point()
-    return weights[-1] if fits else None
-
-
 def _squares(difference: Tensor, gram: Tensor) -> Tensor:
     """Return sum |W d|^2 over the rows d of [1, Hq, T, Dv] by KV head; gram is W^T W of each."""
     groups = difference[0].float().unflatten(0, (gram.shape[0], -1))
     rows = groups.transpose(1, 2).flatten(2)
     return ((rows.transpose(1, 2) @ rows) * gram).sum((1, 2), dtype=torch.float64)
-
-
-def _multiplied(layer: PrefillConfig, factor: int) -> str:
-    """Return the settings of a layer with larger sets, which errors do not widen."""
-    local, heavy = factor * layer.local_window, factor * layer.heavy_budget
-    fields = f"local_window={local},heavy_budget={heavy},error_rows=0"
-    text: str = layer.native.with_fields(fields).to_string()
-    return text
 
 
 def _spend(
