@@ -305,8 +305,8 @@ def measure_layer(
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
         chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
     columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
-    rows_of_bins = bin_of.bincount().view(-1, 1, 1)
-    return LayerMeasures(*columns, (pattern / rows_of_bins).cpu().float())
+    columns.append((pattern / bin_of.bincount().view(-1, 1, 1)).cpu().float())
+    return LayerMeasures(*columns)
 
 
 def _jaccard(first: Tensor, second: Tensor) -> Tensor:
