@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress, stderr
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.outputs import check_output_folder
-from h2o_prefill.cli.tables import ablation_table, print_result
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation import DATASETS, Corpus
 from h2o_prefill.selection import load_rule
@@ -89,11 +86,11 @@ def ablate(
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
-        check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
+        outputs.check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
         texts = _load_texts(dataset, text_file)
         network, tokenizer = model.load()
         base = [one.find(network) for one in settings]
-        with cluster.connect(model) as workers, show_progress("ablation") as show:
+        with cluster.connect(model) as workers, console.show_progress("ablation") as show:
             frame = run_ablation(
                 network,
                 axes,
@@ -112,11 +109,11 @@ def ablate(
         title = f"{model}, windows {windows}, {protocol}, {len(frame)} cells\n"
         title += "; ".join(options.describe(network, config) for config in base)
         title += f", select={select}" if select else ""
-        stderr.print(f"wrote {csv_file}")
+        console.stderr.print(f"wrote {csv_file}")
         if plot:
             plot_ablation(frame, figure)
-            stderr.print(f"wrote {figure}")
-        print_result(title, ablation_table(frame))
+            console.stderr.print(f"wrote {figure}")
+        tables.print_result(title, tables.ablation_table(frame))
 
 
 def _load_texts(datasets: str | None, files: list[Path] | None) -> list[Corpus]:

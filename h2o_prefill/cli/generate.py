@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 from rich.console import Console
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import check_interrupt, show_progress, stderr
+from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ class PromptOptions:
         longest = self.max_prompt_tokens
         if longest is None or ids.shape[1] <= longest:
             return ids
-        stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
+        console.stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
         return without_middle(ids, longest)
 
 
@@ -195,10 +193,10 @@ def _answer_prompt(
     if one.package is not None and options.given(settings):
         raise ValueError("--package has its own settings: leave out --preset and the sizes")
     if one.session is not None:
-        check_output_file(one.session, "--session")
+        outputs.check_output_file(one.session, "--session")
 
     def show(piece: str) -> None:
-        check_interrupt()
+        console.check_interrupt()
         print(piece, end="", flush=True)
 
     with _loaded(one.package, model, settings) as (network, tokenizer, config, handle):
@@ -218,9 +216,9 @@ def _answer_prompt(
             kept.save(one.session)
     print()
     past = 0 if before is None else before.shape[1]
-    stderr.print(_summary(timing, config, kl, past), style="dim")
+    console.stderr.print(_summary(timing, config, kl, past), style="dim")
     if one.session is not None:
-        stderr.print(f"wrote {one.session}")
+        console.stderr.print(f"wrote {one.session}")
 
 
 @contextlib.contextmanager
@@ -251,7 +249,7 @@ def _bar_of_layers(network: Any) -> Iterator[None]:
 
     layers, passed = attention_layers(network, None), 0
     with contextlib.ExitStack() as stack:
-        step = stack.enter_context(show_progress("prefill"))
+        step = stack.enter_context(console.show_progress("prefill"))
 
         def count(*_: object) -> None:
             nonlocal passed
@@ -295,13 +293,13 @@ def _answer_file(
     kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
     with kept_on_interrupt(kept):
         prompts = read_prompts(input_file, "--input")
-        check_output_file(output, "--output")
+        outputs.check_output_file(output, "--output")
         network, tokenizer = model.load()
         given = network, tokenizer, prompts, output, settings.find(network)
-        with cluster.connect(model) as workers, show_progress("generate") as show:
+        with cluster.connect(model) as workers, console.show_progress("generate") as show:
             found = answer_prompts(*given, cluster=workers, on_progress=show, **limits)
-    stderr.print(f"wrote {output}")
-    stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
+    console.stderr.print(f"wrote {output}")
+    console.stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
     if found.failed:
         first = found.failed[0]
         raise RuntimeError(

@@ -337,7 +337,7 @@ def test_generate_shows_the_layers_of_prefill(
         yield lambda *step: shown.append(step)
         shown.append((0, 0, "ended"))
 
-    module = importlib.import_module("h2o_prefill.cli.generate")
+    module = importlib.import_module("h2o_prefill.cli.console")
     monkeypatch.setattr(module, "show_progress", show)
     done = run(*small_commands["generate"], tiny.SENTENCE)
     assert done.exit_code == 0
