@@ -116,20 +116,3 @@ def test_at_any_time_there_is_no_traceback(seconds: float) -> None:
     # While Python shuts down, it has no handler of its own any more.
     assert process.returncode in (0, 130, -signal.SIGINT)
     assert "Traceback" not in said and said.count("interrupted: ") == (process.returncode == 130)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_ablation_leaves_whole_rows(
-    small_commands: dict[str, Any], tmp_path: Path, sent: signal.Signals
-) -> None:
-    csv = tmp_path / "out" / "perplexity_ablation.csv"
-    grid = ("--heavy-budget", "0,1,2,3,4,5,6,7", "--recall", "0,2,4", "--recall-block", "8")
-    process = _start(*small_commands["ablate"], *grid, "--output", str(csv.parent), "--no-plot")
-    while process.poll() is None and not (csv.exists() and csv.read_text().count("\n") > 2):
-        time.sleep(0.01)
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert csv.read_text().endswith("\n")
-    assert 2 <= len(pd.read_csv(csv)) < 24
-    assert "Traceback" not in said and ("are kept in" in said) == (sent == signal.SIGINT)

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill import _atomic_write
-
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
@@ -58,47 +56,6 @@ def test_what_cannot_be_written_is_found_before_the_work(
     if path.endswith("/.."):
         (tmp_path / path).parent.mkdir()
     refused(run(*small_commands[command], option, tmp_path / path), "error: --")
-
-
-# The page of visualize reads the figures, which are not there.
-@pytest.mark.parametrize("command", [name for name in JSON if name != "visualize"])
-def test_every_file_replaces_the_old_one_at_once(
-    run: Run,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
-    (folder / "result.json").write_text("old")
-    options = ["--json", folder / "result.json"]
-    options += ["--output", folder / "figures"] if command in FOLDER else []
-    options += ["--plot", folder / "plot.png"] if command in PLOT else []
-    replaced: list[str] = []
-
-    class Unwritten:
-        """A file whose scratch file lies elsewhere, and replaces nothing."""
-
-        def __init__(self, path: str) -> None:
-            self.name = Path(path).name
-
-        def scratch(self) -> str:
-            return str(tmp_path / self.name)
-
-        def commit(self) -> None:
-            replaced.append(self.name)
-
-        def discard(self) -> None:
-            pass
-
-    monkeypatch.setattr(_atomic_write, "_File", Unwritten)
-    done = run(*small_commands[command], *options)
-    assert done.exit_code == 0, done.output
-    assert "result.json" in replaced
-    # A file that was written by other means would be here.
-    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "result.json"]
-    assert (folder / "result.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("command", JSON)
