@@ -170,7 +170,6 @@ def test_the_figure_of_throughput(
 ) -> None:
     frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
     figure = plot_throughput(frame, tmp_path / "t.png", "a title")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     rate, ratio = figure.axes
     for line, name in zip(rate.lines, ("dense", "sparse"), strict=True):
         assert line.get_label() == name
@@ -178,8 +177,6 @@ def test_the_figure_of_throughput(
     (errors,) = ratio.containers
     assert list(errors.lines[0].get_ydata()) == frame.speedup.tolist()
     (bars,) = errors.lines[2]
-    ends = [[end[1] for end in segment] for segment in bars.get_segments()]
+    ends = [end[1] for segment in bars.get_segments() for end in segment]
     expected = frame[["speedup_min", "speedup_max"]].to_numpy().flatten().tolist()
-    assert [y for pair in ends for y in pair] == pytest.approx(expected)
-    (flops,) = (line for line in ratio.lines if "flops" in str(line.get_label()))
-    assert list(flops.get_ydata()) == frame.attention_flops_ratio.tolist()
+    assert ends == pytest.approx(expected)
