@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.runs import check_chunks
+from h2o_prefill.eval.runs import check_chunks, check_counts
 from h2o_prefill.eval.scores import format_change, relative_difference, score_window
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
@@ -131,9 +131,8 @@ def compare(
     --------
     >>> print(compare(model, inputs, tokenizer=tokenizer))
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    check_counts("max_new_tokens", max_new_tokens)
+    check_counts("repeats", repeats)
     from h2o_prefill.hf.enable import paused
 
     with paused(model) as handle, torch.no_grad(), eval_mode(model):

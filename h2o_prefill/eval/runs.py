@@ -33,6 +33,13 @@ def check_chunks(config: PrefillConfig, tokens: int, argument: str) -> None:
         )
 
 
+def check_counts(argument: str, *values: Any) -> None:
+    """Raise ValueError for what is no int of at least 1."""
+    for value in values:
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{argument} must be >= 1 and an int, got {value!r}")
+
+
 def check_model(model: nn.Module, length: int, argument: str) -> None:
     """Raise the errors of `check_dense` and `check_length`."""
     check_dense(model)
