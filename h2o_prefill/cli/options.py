@@ -170,7 +170,7 @@ def preset_option(
     use: str = "Settings of sparse prefill",
     default: str | bool = f"the model's profile, or else {DEFAULT_PRESET}",
 ) -> Any:
-    """Return the option of a settings text; `use` says what it is for."""
+    """Return the option of a settings text; `use` says what for."""
     return typer.Option(
         "--preset",
         metavar="PRESET[,NAME=VALUE...]",

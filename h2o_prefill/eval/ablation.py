@@ -64,8 +64,8 @@ def build_grid(
 
     `bases` are settings of the fields that `axes` does not name.
 
-    Warns of combinations that cannot be run. Those that differ only in fields without effect, since
-    recall is 0 or no layer is wide, count once.
+    Warns of combinations that cannot be run. Combinations that differ only in fields of recall
+    count once where recall is 0.
     """
     values = {"contexts": _distinct("contexts", contexts)}
     for context in values["contexts"]:
@@ -184,8 +184,7 @@ def run_ablation(
     Raises
     ------
     ValueError
-        If an argument is out of its range, no combination can be run, a text is too short, or the
-        model already runs sparsely.
+        If an argument is out of its range, or the model already runs sparsely.
     RuntimeError
         If cells failed. All others are finished.
 

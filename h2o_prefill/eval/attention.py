@@ -190,10 +190,8 @@ def measure_attention(
 
     Raises
     ------
-    ValueError
+    ValueError, NotImplementedError
         If an argument is out of its range, no layer is sparse, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
     """
     config = settings_for(model, chunk_config)
     prompt = prompt_ids(input_ids)

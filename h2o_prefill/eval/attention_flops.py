@@ -36,9 +36,9 @@ def count_attention_flops(
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
-    heads with their own memory sets. Lexical recall is run on every prompt. `errors` are those of
-    the layers after each prompt, `PrefillState.errors`: without them memory sets count as they are
-    before errors widen them. `selected` are the query-key products with the memory sets of all
+    heads with their own memory sets. Lexical recall is run on every prompt. `errors` has
+    `PrefillState.errors` of each layer after each prompt: without them memory sets count as they
+    are before errors widen them. `selected` are the query-key products with the memory sets of all
     prompts and layers, where a selection rule has chosen them.
     """
     count, length = prompts.shape

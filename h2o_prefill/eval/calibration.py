@@ -144,11 +144,9 @@ def calibrate_heads(
 
     Raises
     ------
-    ValueError
-        As `evaluate_perplexity` does, if `budget` is not more than 1, or if no layer after the
-        first is sparse.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, no layer after the first is sparse, or the model already
+        runs sparsely or never can.
     """
     config = settings_for(model, chunk_config or DEFAULT_PRESET)
     check_settings(config, context, windows, _PROTOCOL)

@@ -313,16 +313,10 @@ def visualize_attention_patterns(
 
     Parameters
     ----------
-    output_dir : path
-        Folder for the figures, created if necessary.
-    figure_format : str
-        "png", "svg" or "pdf".
+    output_dir, figure_format : path, str
+        Folder for the figures, created if necessary, and "png", "svg" or "pdf".
     title : str
         Description of the run, for the figures.
-
-    Returns
-    -------
-    AttentionMeasures
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():

@@ -171,11 +171,8 @@ def evaluate_retrieval(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, the text is too short, or the model already runs
-        sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
     network, tokenizer = resolve_model(model, tokenizer)
@@ -350,9 +347,9 @@ def summarize_retrieval(outcomes: Sequence[PromptOutcome], variants: Sequence[st
     Columns: `task`, `length`, `variant`; `prompts`, how many; `accuracy`, their mean score;
     `log_prob` of the answers, per token, mean of the prompts, nats; `log_prob_change`, its mean
     difference from dense, and `log_prob_stderr`, the standard error of these paired differences;
-    `dense_solved`, prompts of which the dense run found every answer; `kept`, the share of those of
-    which the variant found every answer too, NaN if there are none: a prompt that the model fails
-    with dense attention says nothing about the variant; `accuracy_interval` and `kept_interval`,
+    `dense_solved`, how many prompts the dense run solves, with every answer; `kept`, the share that
+    the variant solves of these, NaN if there are none: a prompt that the model fails with dense
+    attention says nothing about the variant; `accuracy_interval` and `kept_interval`,
     (lowest, highest) at 95 %.
     """
     import pandas as pd

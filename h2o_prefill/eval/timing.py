@@ -68,10 +68,8 @@ def benchmark_throughput(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     config = settings_for(model, chunk_config)
     check_counts("num_runs", num_runs)

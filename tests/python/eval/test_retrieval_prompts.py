@@ -84,7 +84,7 @@ def test_length_and_frame(tiny: Any, task: str, chat: bool) -> None:
 
     for question in ("last", "first"):
         prompt = build(question)
-        # The expected tokens are those of a continuation: no BOS.
+        # The expected tokens continue a text: no BOS.
         assert tokenizer.decode(prompt.expected[0]) == f" {', '.join(riddle.answers)}"
         assert prompt.answers == riddle.answers and prompt.new_tokens == TASKS[task].new_tokens
         # One token a byte: the next word, of at most 9 letters, a stop and a space, does not fit.
