@@ -186,11 +186,12 @@ def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(
 
 
 def test_calibrate_ends_with_settings_that_other_commands_take(
-    report: Any, small_commands: Commands, tmp_path: Path
+    report: Any, small_commands: Commands, model_folder: str, tmp_path: Path
 ) -> None:
     text = ("--windows", "0:1", "--dtype", "float32")
-    figure = tmp_path / "p.png"
-    found, table = report(*small_commands["calibrate"], *text, "--budget", 1.3, "--plot", figure)
+    figure, folder = tmp_path / "p.png", shutil.copytree(model_folder, tmp_path / "model")
+    options = ("--budget", 1.3, "--plot", figure, "--save", "--model", folder)
+    found, table = report(*small_commands["calibrate"], *text, *options)
     heads = [(layer, head, x) for layer, head, x in found["config"]["wide"]]
     rows = re.findall(r"(\d)\.(\d)x(\d) +(\d+\.\d) ", table)
     assert sorted((int(a), int(b), int(x)) for a, b, x, _ in rows) == sorted(map(tuple, heads))
@@ -203,21 +204,11 @@ def test_calibrate_ends_with_settings_that_other_commands_take(
     variant = f"{PRESET},wide={'+'.join(f'{a}.{b}x{x}' for a, b, x in heads)}"
     assert table.splitlines()[-1] == f"--preset {variant}"
     assert found["variant"] == variant and found["budget"] == 1.3
+    saved = json.loads((folder / "h2o_prefill.json").read_text())
+    assert (saved["settings"], saved["text"]) == (variant, "text.txt")
     assert found["text_source"].startswith("text.txt sha256:")
     after, _ = report(*small_commands["ppl"], *text, "--preset", variant)
     assert after["attention_flops_ratio"] == pytest.approx(found["flops_after"]["ratio"])
-
-
-def test_calibrate_saves_beside_the_model(
-    run: Run, small_commands: Commands, model_folder: str, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    command = ["calibrate", "--model", folder, *small_commands["calibrate"][3:]]
-    done = run(*command, "--save")
-    assert done.exit_code == 0, done.output
-    saved = json.loads((folder / "h2o_prefill.json").read_text())
-    assert done.stdout.splitlines()[-1] == f"--preset {saved['settings']}"
-    assert (saved["text"], saved["measured"]["context"]) == ("text.txt", 64)
 
 
 def test_bench(report: Any, small_commands: Commands, tmp_path: Path) -> None:
@@ -379,15 +370,8 @@ def test_generate_continues_a_session(
     whole = file.read_bytes()
     command = (*small_commands["generate"], "--session", file, "Judge!")
     refused(run(*command, "--chunk-size", 32), "its settings must be .*chunk_size=32")
-    refused(
-        run(*command, "--dtype", "bfloat16"), "of this model: dtype must be bfloat16, got float32"
-    )
-    refused(run(*command, "--max-new-tokens", 512), "prompt and new tokens must be <= 512")
     refused(run(*command[:-2], tmp_path, "Judge!"), "--session must be a file in a folder")
     assert file.read_bytes() == whole
-    file.write_bytes(whole[:-1])
-    refused(run(*command), "text.session' cannot be read: ")
-    assert file.read_bytes() == whole[:-1]
 
 
 def test_a_turn_goes_on_after_an_answer(tiny: Any) -> None:

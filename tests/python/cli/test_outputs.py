@@ -1,4 +1,7 @@
-"""Output of commands: to files that are checked before the work, or to stdout."""
+"""Output of commands: to files that are checked before the work, or to stdout.
+
+The fixture `run` checks every table on narrow terminals.
+"""
 
 from __future__ import annotations
 
@@ -105,3 +108,18 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, 
     done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
     assert done.exit_code == 0, done.output
     assert " % ? " in done.stdout
+
+
+def test_without_a_terminal_a_row_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from h2o_prefill.cli.tables import new_table, print_result
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = new_table()
+    for number in range(30):
+        table.add_column(f"heading {number}", no_wrap=True)
+    table.add_row(*(f"cell {number}" for number in range(30)))
+    print_result("title", table)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "cell 0" in line)
+    assert "cell 29" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,19 +25,12 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 def test_every_file_replaces_the_old_one_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
-        """A scratch file on a disk that is full when it replaces the old one."""
+    def full() -> None:
+        raise RuntimeError("no space left")
 
-        def __init__(self, path: str) -> None:
-            self.scratch = lambda: f"{path}.scratch.svg"
-
-        def commit(self) -> None:
-            raise RuntimeError("no space left")
-
-        def discard(self) -> None:
-            pass
-
-    monkeypatch.setattr(_atomic_write, "_File", Full)
+    scratch = lambda: str(tmp_path / "scratch.svg")  # noqa: E731
+    file = SimpleNamespace(scratch=scratch, commit=full, discard=lambda: None)
+    monkeypatch.setattr(_atomic_write, "_File", lambda path: file)
     path = tmp_path / "result.svg"
     path.write_text("old")
     figure = lambda values, path: plots.save_figure(Figure(), path, "found")  # noqa: E731
