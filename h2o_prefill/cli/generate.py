@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import nan
@@ -188,6 +189,8 @@ def _answer_prompt(
     chat: bool,
 ) -> None:
     from h2o_prefill.generation.generate import generate_timed, open_session
+    from h2o_prefill.generation.packages import load_package
+    from h2o_prefill.hf import enable
 
     text = one.read()
     if one.package is not None and options.given(settings):
@@ -199,19 +202,27 @@ def _answer_prompt(
         console.check_interrupt()
         print(piece, end="", flush=True)
 
-    with _loaded(one.package, model, settings) as (network, tokenizer, config, handle):
+    network: Any
+    with contextlib.ExitStack() as stack:
+        if one.package is None:
+            network, tokenizer = model.load()
+            config = settings.find(network)
+            handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
+        else:
+            model.use_threads()
+            with Console(stderr=True).status(f"loading {one.package}"):
+                network, tokenizer = load_package(one.package)
+            config = network.info.config
         kept = None if one.session is None else open_session(one.session, network)
         before = None if kept is None else kept.token_ids
         ids = one.encode(tokenizer, text, before, chat)
-        with contextlib.nullcontext() if handle is None else _bar_of_layers(network):
-            drafts = one.draft_tokens or 0
-            timing = generate_timed(
-                network, tokenizer, ids, max_new_tokens, show, kept, sampling, drafts
-            )
-        if handle is None:
-            kl = network.estimated_kl
-        else:
+        given = ids, max_new_tokens, show, kept, sampling, one.draft_tokens or 0
+        with contextlib.nullcontext() if one.package else _bar_of_layers(network):
+            timing = generate_timed(network, tokenizer, *given)
+        if one.package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
+        else:
+            kl = network.estimated_kl
         if one.session is not None and kept is not None:
             kept.save(one.session)
     print()
@@ -222,40 +233,18 @@ def _answer_prompt(
 
 
 @contextlib.contextmanager
-def _loaded(
-    package: Path | None, model: options.ModelOptions, settings: options.SettingsOptions
-) -> Iterator[tuple[Any, Any, PrefillConfig, Any]]:
-    """Yield a package or an enabled model, tokenizer, settings, and the handle of the model."""
-    if package is not None:
-        from h2o_prefill.generation.packages import load_package
-
-        model.use_threads()
-        with Console(stderr=True).status(f"loading {package}"):
-            loaded, tokenizer = load_package(package)
-        yield loaded, tokenizer, loaded.info.config, None
-        return
-    from h2o_prefill.hf import enable
-
-    network, tokenizer = model.load()
-    config = settings.find(network)
-    with enable(network, config, tokenizer=tokenizer) as handle:
-        yield network, tokenizer, config, handle
-
-
-@contextlib.contextmanager
 def _bar_of_layers(network: Any) -> Iterator[None]:
     """Show how many layers a prompt has passed, until it has passed all."""
     from h2o_prefill.hf.report import attention_layers
 
-    layers, passed = attention_layers(network, None), 0
+    layers, passed = attention_layers(network, None), itertools.count(1)
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(console.show_progress("prefill"))
 
         def count(*_: object) -> None:
-            nonlocal passed
-            passed += 1
-            step(passed, len(layers), "prefill, layers")
-            if passed == len(layers):
+            done = next(passed)
+            step(done, len(layers), "prefill, layers")
+            if done == len(layers):
                 stack.close()
 
         for layer in layers:
