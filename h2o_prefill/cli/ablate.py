@@ -11,7 +11,7 @@ import typer
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation import DATASETS, Corpus
+from h2o_prefill.generation import DATASETS
 from h2o_prefill.selection import load_rule
 
 _GRID = "Grid: one or more values, separated by commas"
@@ -78,6 +78,7 @@ def ablate(
         from h2o_prefill.eval.ablation import parse_values, run_ablation
         from h2o_prefill.eval.ablation_table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
+        from h2o_prefill.generation import load_text
 
         settings = options.all_settings(preset)
         given = {name: text for name, text in vars(grid).items() if text is not None}
@@ -87,7 +88,9 @@ def ablate(
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
         outputs.check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
-        texts = _load_texts(dataset, text_file)
+        names = ([] if text_file else ["wikitext2"]) if dataset is None else dataset.split(",")
+        texts = [load_text(name.strip()) for name in names]
+        texts += [load_text(text_file=file) for file in text_file or ()]
         network, tokenizer = model.load()
         base = [one.find(network) for one in settings]
         with cluster.connect(model) as workers, console.show_progress("ablation") as show:
@@ -114,12 +117,3 @@ def ablate(
             plot_ablation(frame, figure)
             console.stderr.print(f"wrote {figure}")
         tables.print_result(title, tables.ablation_table(frame))
-
-
-def _load_texts(datasets: str | None, files: list[Path] | None) -> list[Corpus]:
-    """Return the named datasets and files; WikiText-2 if nothing is named."""
-    from h2o_prefill.generation import load_text
-
-    names = ([] if files else ["wikitext2"]) if datasets is None else datasets.split(",")
-    corpora = [load_text(name.strip()) for name in names]
-    return corpora + [load_text(text_file=file) for file in files or ()]

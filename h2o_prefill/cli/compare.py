@@ -68,7 +68,7 @@ def compare(
             )
         title = f"{model}, {corpus.name}, {result.tokens} tokens\n"
         title += f"seconds to the first new token, median of {repeats}"
-        fields = {"preset": result.runs[-1].name, **dataclasses.asdict(config)}
-        origin = model.origin(corpus, **fields)
+        name = result.runs[-1].name
+        origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
         save_json(lambda: build_report(origin, **dataclasses.asdict(result)))
         tables.print_result(title, tables.comparison_table(result))
