@@ -30,7 +30,6 @@ def bench(
     from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.profile import settings_name
 
     figures = {
         "throughput_comparison.png": plot_throughput,
@@ -47,7 +46,7 @@ def bench(
             if output is not None:
                 frames.append(profile_memory(network, chosen, config, on_progress=show))
         what, described = f"{model}, prefill", options.describe(network, config)
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         origin = {"model": model.model, "dtype": model.dtype, "preset": name}
         rows = (frame.to_dict(orient="records") for frame in frames)
         parts = dict(zip(("results", "memory"), rows, strict=False))

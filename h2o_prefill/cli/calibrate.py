@@ -44,7 +44,7 @@ def calibrate(
     from h2o_prefill.eval import calibrate_heads
     from h2o_prefill.eval.plots import plot_calibration
     from h2o_prefill.eval.report import environment
-    from h2o_prefill.profile import profile_path, settings_name
+    from h2o_prefill.profile import profile_path
 
     with outputs.json_output(json_file) as save_json:
         (settings,) = options.all_settings([preset])
@@ -70,7 +70,7 @@ def calibrate(
         variant = result.config.to_string()
         title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
         title += options.describe(network, config)
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         origin = model.origin(corpus, preset=name, variant=variant, budget=budget)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
         save_plot(plot_calibration, result, title)

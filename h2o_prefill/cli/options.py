@@ -24,6 +24,7 @@ from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
 from h2o_prefill.generation.cluster import connect
 from h2o_prefill.generation.runs import settings_for
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, is_of_profile
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import RULES
 
 SIZES = "Sparse prefill"
@@ -230,8 +231,6 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
 
 def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles."""
-    from h2o_prefill.profile import settings_name
-
     preset, *changes = settings_name(network, config).split(",")
     fields = zip("SLHK", _SIZE_FIELDS, strict=True)
     sizes = [f"{letter}={getattr(config, name)}" for letter, name in fields]

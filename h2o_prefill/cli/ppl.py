@@ -34,7 +34,6 @@ def ppl(
     from h2o_prefill.eval.perplexity import perplexity_report
     from h2o_prefill.eval.plots import plot_perplexity
     from h2o_prefill.eval.windows import parse_windows, scored_rows
-    from h2o_prefill.profile import settings_name
 
     with outputs.json_output(json_file) as save_json:
         settings.check()
@@ -60,7 +59,7 @@ def ppl(
             )
         title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
         title += options.describe(network, config, select)
-        origin = model.origin(corpus, preset=settings_name(network, config))
+        origin = model.origin(corpus, preset=options.settings_name(network, config))
         save_json(lambda: perplexity_report(result, **origin))
         save_plot(plot_perplexity, result, title)
         tables.print_result(title, tables.perplexity_table(result))

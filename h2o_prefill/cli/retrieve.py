@@ -59,7 +59,6 @@ def retrieve(
     from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
-    from h2o_prefill.profile import settings_name
 
     with outputs.json_output(json_file) as save_json:
         settings = options.all_settings(preset)
@@ -83,7 +82,7 @@ def retrieve(
             result = evaluate_retrieval(
                 network,
                 corpus,
-                {settings_name(network, config): config for config in configs},
+                {options.settings_name(network, config): config for config in configs},
                 tokenizer=tokenizer,
                 seed=seed,
                 select=rule,

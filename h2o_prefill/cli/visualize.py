@@ -36,7 +36,6 @@ def visualize(
     from h2o_prefill.eval.report import build_report
     from h2o_prefill.eval.windows import select_windows
     from h2o_prefill.generation.text import encode
-    from h2o_prefill.profile import settings_name
 
     with outputs.json_output(json_file) as save_json:
         settings.check()
@@ -62,7 +61,7 @@ def visualize(
                 on_progress=show,
             )
         report = measures.to_dict()
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         given = {"window": window, "context": context, "preset": name, "select": select}
         origin = model.origin(corpus, **given) | report.pop("config")
         save_json(lambda: build_report(origin, **report))

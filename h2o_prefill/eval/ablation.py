@@ -38,6 +38,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -204,8 +205,6 @@ def run_ablation(
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    from h2o_prefill.profile import settings_name
-
     grid = build_grid(axes, contexts, [settings_for(network, one) for one in bases], protocol)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):

@@ -35,6 +35,7 @@ from h2o_prefill.generation.runs import (
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
+from h2o_prefill.vocabulary import text_for
 
 # By what L and H of every head are multiplied, one after the other.
 FACTORS = (1, 2, 4, 8)
@@ -155,8 +156,6 @@ def calibrate_heads(
     if isinstance(dataset, str):
         dataset = as_corpus(dataset, "dataset")
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
-    from h2o_prefill.vocabulary import text_for
-
     token_text = text_for(tokenizer, config)
     total, kv_heads = count_layers(model), count_kv_heads(model)
     steps = len(selected) * (total if cluster is None else 1)

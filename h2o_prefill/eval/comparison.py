@@ -27,6 +27,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import encode
+from h2o_prefill.profile import settings_name
 
 # What a tokenizer returns for a text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -186,8 +187,6 @@ def _modes(
     model: Any, handle: Any, config: PrefillConfig | str | None, tokenizer: Any, tokens: int
 ) -> dict[str, _Mode]:
     """Return the settings to compare by name, and what switches the model over to them."""
-    from h2o_prefill.profile import settings_name
-
     as_enabled = handle is not None and config is None
     chosen = handle.config if as_enabled else settings_for(model, config)
     check_chunks(chosen, tokens, "the prompt")

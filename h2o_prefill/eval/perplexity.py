@@ -28,6 +28,7 @@ from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.selection import SelectionRule, Selector
+from h2o_prefill.vocabulary import text_for
 
 # Bins of a chunk in the curves.
 _BINS_PER_CHUNK = 16
@@ -208,8 +209,6 @@ class PairedRuns:
 
         Before the short forwards that find key tokens, it gets "short".
         """
-        from h2o_prefill.vocabulary import text_for
-
         windows: list[WindowScores] = []
         seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
         errors: list[dict[int, Tensor]] = []

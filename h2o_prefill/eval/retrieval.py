@@ -45,6 +45,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -179,8 +180,6 @@ def evaluate_retrieval(
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
     if variants is None:
-        from h2o_prefill.profile import settings_name
-
         config = settings_for(network, None)
         variants = {settings_name(network, config): config}
     if DENSE in variants:
