@@ -83,24 +83,19 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
     pd.testing.assert_frame_equal(whole.loc[kept.index], kept)
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "h2o_prefill_cli", *arguments],
+def test_while_pytorch_is_imported() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2o_prefill_cli", "info"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         # A test run may ignore SIGINT, as a background job does, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-
-
-def test_while_pytorch_is_imported() -> None:
-    process = _start("info")
     # The libraries of PyTorch are in memory long before its import has ended.
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "interrupted: nothing was done yet\n")
+    assert process.communicate(timeout=60) == (b"", b"interrupted: nothing was done yet\n")
     assert process.returncode == 130

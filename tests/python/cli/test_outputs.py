@@ -33,11 +33,9 @@ PLOT = ("ppl", "calibrate", "retrieve")
         *(("ablate", "--output", path) for path in ("text.txt/folder", "/proc/folder")),
         *((command, "--output", "text.txt") for command in FOLDER),
         # A folder in the place of a result: its parent is the output.
+        *(("ablate", "--output", f"perplexity_ablation.{x}/..") for x in ("csv", "png")),
+        *(("visualize", "--output", f"{name}.png/..") for name in ("memory", "errors")),
         ("bench", "--output", "memory_profile.png/.."),
-        ("ablate", "--output", "perplexity_ablation.csv/.."),
-        ("ablate", "--output", "perplexity_ablation.png/.."),
-        ("visualize", "--output", "memory.png/.."),
-        ("visualize", "--output", "errors.png/.."),
     ],
 )
 def test_what_cannot_be_written_is_found_before_the_work(

@@ -20,7 +20,6 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--preset", "profile,recall=2"): 'preset "profile" must be of a model with a .* got Llama',
         ("--context", "many"): "--context",
         ("--chunk-size", -16): "chunk_size must be >= 1, got -16",
-        ("--windows", "0:99"): "windows must be a slice within 0:",
         ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
         ("--no-such-option",): "--no-such-option",
         ("--device", "tpu"): "device must be cpu or cuda, or one GPU as cuda:1, got 'tpu'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,9 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     finding = "Mean score: 100 % after dense prefill, 50 % after sparse prefill"
     assert figure.get_suptitle() == finding
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    # A cell without a prompt stays empty.
+    (axes,) = plot_retrieval(replace(result, outcomes=result.outcomes[2:]), tmp_path / "r.png").axes
+    assert [text.get_text() for text in axes.texts].count("") == 3
 
 
 def test_answers_are_what_the_model_generates_after_each_prefill(
