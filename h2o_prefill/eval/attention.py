@@ -16,7 +16,7 @@ from torch.nn import functional
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.eval.runs import check_model, count_layers, last_logits_only
+from h2o_prefill.eval.runs import check_model, count_heads, last_logits_only
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -203,7 +203,7 @@ def measure_attention(
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
-    total = count_layers(model)
+    total, _ = count_heads(model)
     found: dict[int, LayerMeasures] = {}
 
     def observe(call: Any, _: Tensor) -> None:

@@ -22,7 +22,7 @@ from h2o_prefill.eval.attention_flops import (
 )
 from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import count_kv_heads, count_layers, last_logits_only
+from h2o_prefill.eval.runs import count_heads, last_logits_only
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
@@ -157,7 +157,7 @@ def calibrate_heads(
         dataset = as_corpus(dataset, "dataset")
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     token_text = text_for(tokenizer, config)
-    total, kv_heads = count_layers(model), count_kv_heads(model)
+    total, kv_heads = count_heads(model)
     steps = len(selected) * (total if cluster is None else 1)
     held = LoadedModel(model, tokenizer, count_steps(on_progress, steps))
     pieces = dict(zip(selected, zip(selected, batches.split(1), strict=True), strict=True))

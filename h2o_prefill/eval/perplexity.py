@@ -13,7 +13,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.runs import check_chunks, count_kv_heads, count_layers
+from h2o_prefill.eval.runs import check_chunks, count_heads
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
@@ -238,8 +238,7 @@ class PairedRuns:
         flops = count_attention_flops(
             self.batches,
             config,
-            count_layers(self.model),
-            count_kv_heads(self.model),
+            *count_heads(self.model),
             text_for(self.tokenizer, config),
             errors,
             float(sum(x.dot_products for x in selectors)) if selectors else None,

@@ -46,18 +46,12 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
     check_length(model, length, argument)
 
 
-def count_layers(model: nn.Module) -> int:
-    """Return the decoder layers that a model's config names, 1 if it names none."""
-    return _count(model, "num_hidden_layers")
-
-
-def count_kv_heads(model: nn.Module) -> int:
-    """Return the KV heads of a layer that a model's config names, 1 if it names none."""
-    return _count(model, "num_key_value_heads")
-
-
-def _count(model: nn.Module, name: str) -> int:
+def count_heads(model: nn.Module) -> tuple[int, int]:
+    """Return the decoder layers and their KV heads that a model's config names, 1 without it."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    return getattr(config, name, 1) or 1
+    layers, heads = (
+        getattr(config, name, 1) or 1 for name in ("num_hidden_layers", "num_key_value_heads")
+    )
+    return layers, heads

@@ -13,13 +13,7 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.runs import (
-    check_counts,
-    check_model,
-    count_kv_heads,
-    count_layers,
-    last_logits_only,
-)
+from h2o_prefill.eval.runs import check_counts, check_model, count_heads, last_logits_only
 from h2o_prefill.generation.prompts import random_ids
 from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 
@@ -90,7 +84,7 @@ def benchmark_throughput(
                     step(f"{length} tokens {name}")
                     with prefill_mode(model, mode, strict=True):
                         seconds[name].append(forward(ids)[1])
-            flops = count_attention_flops(ids, config, count_layers(model), count_kv_heads(model))
+            flops = count_attention_flops(ids, config, *count_heads(model))
             rows.append(_row(length, pd.DataFrame(seconds)[1:], flops))
     step("done")
     return pd.DataFrame(rows)
