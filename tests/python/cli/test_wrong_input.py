@@ -58,9 +58,6 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--workers", 1, "--device", "cuda:99"): "device must be cpu",
         ("--keep", "kept.csv"): "--keep must end in one of",
     },
-    "visualize": {
-        ("--preset", "h2o,recall=2,recall_block=12"): "chunk_size must be a multiple of recall_b",
-    },
     "generate": {
         (): "give a prompt or --prompt-file, one of the two",
         ("words", "--prompt-file", "p.txt"): "give a prompt or --prompt-file, one of the two",

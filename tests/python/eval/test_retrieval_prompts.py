@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 import pytest
@@ -107,19 +106,3 @@ def test_length_and_frame(tiny: Any, task: str, chat: bool) -> None:
     assert len(last.partition(riddle.needles[-1])[2].partition("\n")[0]) < 120
     assert build("last").input_ids.tolist() == build("last").input_ids.tolist()
     assert build("last").input_ids.tolist() != build("last", seed=6).input_ids.tolist()
-
-
-def test_lengths_without_room_for_the_task_or_beyond_the_text(tiny_tokenizer: Any) -> None:
-    def build(length: int, haystack: Haystack = HAYSTACK) -> Any:
-        return build_prompt("single", tiny_tokenizer, haystack, length, 50).input_ids.shape[1]
-
-    with pytest.raises(ValueError, match=r"lengths must be >= (\d+) for task 'single'") as error:
-        build(100)
-    least = int(re.findall(r"\d+", str(error.value))[0])
-    assert build(least) == least - TASKS["single"].new_tokens
-    with pytest.raises(ValueError, match=f"got {least - 1}"):
-        build(least - 1)
-    short = Haystack(TEXT[:500])
-    assert build(800, short) > 700
-    with pytest.raises(ValueError, match="text must be longer for lengths of 1600 tokens"):
-        build(1600, short)
