@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -167,9 +167,9 @@ def throughput_table(frame: pd.DataFrame) -> Table:
     }
     if frame["recalled_keys"].notna().any():
         columns["recalled\nkeys"] = "{recalled_keys:.0f}"
-    table, rows = new_table(*columns), frame.to_dict(orient="records")
-    for row in cast(list[dict[str, Any]], rows):
-        table.add_row(*(form.format(**row) for form in columns.values()))
+    table = new_table(*columns)
+    for row in frame.to_dict(orient="records"):
+        table.add_row(*(form.format_map(row) for form in columns.values()))
     return table
 
 
