@@ -67,7 +67,7 @@ def benchmark_throughput(
     """
     config = settings_for(model, chunk_config)
     check_counts("num_runs", num_runs)
-    lengths = _checked(model, seq_lengths)
+    lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 
     rows: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ def benchmark_throughput(
     return pd.DataFrame(rows)
 
 
-def _checked(model: Any, seq_lengths: Sequence[int]) -> list[int]:
+def _check_lengths(model: Any, seq_lengths: Sequence[int]) -> list[int]:
     """Return the lengths of prompts that a model takes, or raise ValueError."""
     lengths = list(seq_lengths)
     if not lengths:
@@ -154,7 +154,7 @@ def profile_memory(
     only, and keeps its KV cache. Counted are tensors, on every device.
     """
     config = settings_for(model, chunk_config)
-    lengths = _checked(model, seq_lengths)
+    lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 
     from h2o_prefill.hf import ChunkedPrefillCache
