@@ -95,13 +95,8 @@ class AttentionMeasures:
         """
         stability = self.jaccard
         # The first chunk attends to no set, the second to the first one.
-        by_chunk = zip(
-            self.chunk_ends,
-            self.l1_error_by_chunk,
-            self.mass_recall_by_chunk,
-            [None, None, *stability],
-            strict=False,
-        )
+        before = [None, None, *stability]
+        error, recall = self.l1_error_by_chunk, self.mass_recall_by_chunk
         names = ["l1_error", "mass_recall", "mass_recall_lowest"]
         names += ["l1_error_by_chunk", "mass_recall_by_chunk"]
         heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
@@ -110,8 +105,8 @@ class AttentionMeasures:
             "tokens": self.chunk_ends[-1],
             "summary": self._summary(self.l1_error, self.mass_recall, stability[:-1]),
             "by_chunk": [
-                {"chunk": chunk, "end": end, **self._summary(*measured)}
-                for chunk, (end, *measured) in enumerate(by_chunk)
+                {"chunk": n, "end": end, **self._summary(error[n], recall[n], before[n])}
+                for n, end in enumerate(self.chunk_ends)
             ],
             "by_layer": [
                 {

@@ -153,7 +153,11 @@ def compare(
                 logits, _ = forward(input_ids)
                 step(f"answer, {name}")
                 made = generate_greedily(model, input_ids, max_new_tokens)
-            answers[name] = _text(tokenizer, made[0, tokens:])
+            ids = made[0, tokens:]
+            if tokenizer is None:
+                answers[name] = " ".join(map(str, ids.tolist()))
+            else:
+                answers[name] = str(tokenizer.decode(ids, skip_special_tokens=True))
             if own is None:
                 own = logits
                 changes[name] = 0.0, 0.0, 0.0
@@ -233,9 +237,3 @@ def _read_prompt(inputs: Any, tokenizer: Any) -> Tensor:
         return prompt_ids(torch.as_tensor(inputs))
     except (TypeError, RuntimeError):
         raise ValueError(f"inputs must be token ids or a text, got {inputs!r:.40}") from None
-
-
-def _text(tokenizer: Any, ids: Tensor) -> str:
-    if tokenizer is None:
-        return " ".join(map(str, ids.tolist()))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))

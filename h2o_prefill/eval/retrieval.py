@@ -25,7 +25,7 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.runs import check_chunks, check_model, with_dense
+from h2o_prefill.eval.runs import check_chunks, check_model
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -45,6 +45,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
+from h2o_prefill.presets import PRESETS
 from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
@@ -186,7 +187,8 @@ def evaluate_retrieval(
         raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
     for name, config in variants.items():
         check_chunks(config, min(lengths), f"lengths for variant {name!r}")
-    runs = with_dense(variants)
+    # The baseline is lossless, and faster than the model's own attention.
+    runs = {DENSE: PRESETS["exact"], **variants}
     setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
     rule = None if select is None else Selector(select).name
     # Lengths that are too short for a task or too long for the text fail before the model runs.

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation.runs import DENSE, check_dense, check_length
-from h2o_prefill.presets import PRESETS
-
-
-def with_dense(variants: Mapping[str, PrefillConfig]) -> dict[str, PrefillConfig]:
-    """Return the runs of a comparison without times: the baseline, lossless and faster, first."""
-    return {DENSE: PRESETS["exact"], **variants}
+from h2o_prefill.generation.runs import check_dense, check_length
 
 
 def last_logits_only(model: nn.Module) -> dict[str, int]:
