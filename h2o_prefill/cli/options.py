@@ -20,6 +20,7 @@ from rich.console import Console
 
 from h2o_prefill.cli.console import quiet_libraries, stderr
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.ablation_table import LETTERS
 from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
 from h2o_prefill.generation.cluster import connect
 from h2o_prefill.generation.runs import settings_for
@@ -28,7 +29,6 @@ from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import RULES
 
 SIZES = "Sparse prefill"
-_SIZE_FIELDS = ("chunk_size", "local_window", "heavy_budget", "sink_tokens")  # S, L, H, K
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -217,7 +217,7 @@ class SettingsOptions:
         except ValueError as error:
             of = f"settings {self.preset!r}: " if self.preset else ""
             raise ValueError(f"{of}{error}") from None
-        sizes = {name: getattr(self, name) for name in _SIZE_FIELDS}
+        sizes = {name: getattr(self, name) for name in LETTERS}
         return config.with_fields(**{name: x for name, x in sizes.items() if x is not None})
 
 
@@ -232,9 +232,8 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
 def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles."""
     preset, *changes = settings_name(network, config).split(",")
-    fields = zip("SLHK", _SIZE_FIELDS, strict=True)
-    sizes = [f"{letter}={getattr(config, name)}" for letter, name in fields]
-    others = [x for x in changes if x.partition("=")[0] not in _SIZE_FIELDS]
+    sizes = [f"{letter}={getattr(config, name)}" for name, letter in LETTERS.items()]
+    others = [x for x in changes if x.partition("=")[0] not in LETTERS]
     others += [f"select={select}"] if select else []
     # Lists of many heads are cut.
     return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])

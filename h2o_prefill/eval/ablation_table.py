@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FIELDS = [field.name for field in dataclasses.fields(PrefillConfig)]
 
+# Sizes have letters in titles and labels.
+LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
+
 CSV_NAME = "perplexity_ablation.csv"
 
 _TEXT, _WHOLE, _REAL = "string", "Int64", "float64"

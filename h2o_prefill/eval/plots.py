@@ -21,7 +21,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import FIELDS, short_value, varied_settings
+from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, short_value, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
@@ -47,7 +47,6 @@ OTHER: Style = {"color": "0.45", "marker": "s", "linestyle": ":"}
 # The background of a map, where there is no value.
 _ABSENT = "0.88"
 _MAX_COLUMNS = 1024
-_LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
 
 def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
@@ -200,7 +199,7 @@ def _describe(row: pd.Series[Any]) -> str:
         known = row[FIELDS].dropna().map(short_value)
         changed = [n for n in known.index if known[n] != short_value(getattr(config, n))]
         shown = [n for n in changed if row["recall"] or not n.startswith("recall_")]
-        changes = (f"{_LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
+        changes = (f"{LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
         texts.append(" ".join([preset, *changes]))
     return min(texts, key=len)
 
