@@ -22,10 +22,9 @@ from common.report import Report
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.runs import with_dense
 from h2o_prefill.generation.prompts import encode_prompt
 from h2o_prefill.generation.runs import DENSE, generate_greedily, prefill_mode
-from h2o_prefill.presets import SPARSE_PRESETS
+from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
 
 app = new_app()
 
@@ -66,7 +65,7 @@ def answers(
                 where = {"length": length, "dtype": dtype_name(dtype), "begin": begin}
                 made: dict[str, list[int]] = {}
                 logits: Sequence[Tensor] = ()
-                for name, config in with_dense(chosen).items():
+                for name, config in {DENSE: PRESETS["exact"], **chosen}.items():
                     options = {"output_logits": name == DENSE, "return_dict_in_generate": True}
                     with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
                         output = generate_greedily(network, ids, new_tokens, **options)

@@ -33,7 +33,7 @@ from h2o_prefill import enable
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops, dense_dot_products
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.runs import count_kv_heads, count_layers
+from h2o_prefill.eval.runs import count_heads
 from h2o_prefill.eval.scores import WindowScores, perplexity, relative_difference, score_window
 from h2o_prefill.eval.windows import scored_rows, select_windows
 from h2o_prefill.generation.runs import DENSE
@@ -221,9 +221,8 @@ def run_settings(
     """Prefill with this library, and count what it computes."""
     with enable(model, config, tokenizer=tokenizer) as handle:
         logits, _ = PromptForward(model)(ids)
-    heads = count_layers(model), count_kv_heads(model)
     text, errors = text_for(tokenizer, config), [handle.state.errors]
-    flops = count_attention_flops(ids, config, *heads, text, errors)
+    flops = count_attention_flops(ids, config, *count_heads(model), text, errors)
     return logits, dense_dot_products(ids.shape[1]) / flops.ratio / ids.shape[1]
 
 

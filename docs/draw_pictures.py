@@ -11,9 +11,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from h2o_prefill import PrefillConfig
-from h2o_prefill.eval.attention import recalled_mask
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.functional import next_memory, sparse_attention
+from h2o_prefill.functional import lists_of_rows, next_memory, sparse_attention
 
 TOKENS = 512
 CONFIG = PrefillConfig(
@@ -53,7 +52,7 @@ def main() -> None:
 
 def visible_keys() -> Tensor:
     """Prefill one KV head chunk by chunk; return which kind of key each query sees, [T, T]."""
-    query, key, value, token_ids = _prompt()
+    query, key, token_ids = _prompt()
     recalled = find_recalled(token_ids, CONFIG)
     codes = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
     state = None
@@ -66,28 +65,31 @@ def visible_keys() -> Tensor:
             memory = next_memory(state, CONFIG)[0, 0].long()
             for position in memory[memory >= 0].tolist():
                 codes[rows, position] = 2 if position >= begin - CONFIG.local_window else 3
-        _, state = sparse_attention(
-            query[:, :, rows], key[:, :, :end], value[:, :, :end], state, CONFIG
-        )
-    codes[(codes == 0) & recalled_mask(recalled, CONFIG.recall_block, 0, TOKENS)] = 4
+        # With the unit matrix as values, attention returns its weights.
+        unit = torch.eye(end).expand(1, 1, end, end)
+        lists = lists_of_rows(recalled, TOKENS, begin, end, CONFIG.recall_block)
+        keys = key[:, :, :end]
+        weights, state = sparse_attention(query[:, :, rows], keys, unit, state, CONFIG, lists)
+        others = (weights[0, 0] > 0) & (codes[rows, :end] == 0)
+        codes[rows, :end][others] = 4
     return codes
 
 
-def _prompt() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, v [1, 1, T, 32] in which some keys get more attention, and token ids [1, T].
+def _prompt() -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and k [1, 1, T, 32] in which some keys get more attention, and token ids [1, T].
 
     A sink at the first position and a key every 37 tokens stand for the punctuation and names that
     get much attention in real models. The ids are of a large vocabulary, and 24 of them come again.
     """
     generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 1, TOKENS, 32, generator=generator)
+    query, key, _ = torch.randn(3, 1, 1, TOKENS, 32, generator=generator)
     common = torch.nn.functional.normalize(torch.randn(32, generator=generator), dim=0)
     query += 2 * common
     key[:, :, 5::37] += 6 * common
     key[:, :, 0] += 9 * common
     token_ids = torch.randint(50_000, (1, TOKENS), generator=generator)
     token_ids[:, 420:444] = token_ids[:, 70:94]
-    return query, key, value, token_ids
+    return query, key, token_ids
 
 
 if __name__ == "__main__":

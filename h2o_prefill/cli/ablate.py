@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress, stderr
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.outputs import check_output_folder
-from h2o_prefill.cli.tables import ablation_table, print_result
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation import DATASETS, Corpus
+from h2o_prefill.generation import DATASETS
 from h2o_prefill.selection import load_rule
 
 _GRID = "Grid: one or more values, separated by commas"
@@ -81,6 +78,7 @@ def ablate(
         from h2o_prefill.eval.ablation import parse_values, run_ablation
         from h2o_prefill.eval.ablation_table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
+        from h2o_prefill.generation import load_text
 
         settings = options.all_settings(preset)
         given = {name: text for name, text in vars(grid).items() if text is not None}
@@ -89,11 +87,13 @@ def ablate(
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
-        check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
-        texts = _load_texts(dataset, text_file)
+        outputs.check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
+        names = ([] if text_file else ["wikitext2"]) if dataset is None else dataset.split(",")
+        texts = [load_text(name.strip()) for name in names]
+        texts += [load_text(text_file=file) for file in text_file or ()]
         network, tokenizer = model.load()
         base = [one.find(network) for one in settings]
-        with cluster.connect(model) as workers, show_progress("ablation") as show:
+        with cluster.connect(model) as workers, console.show_progress("ablation") as show:
             frame = run_ablation(
                 network,
                 axes,
@@ -112,17 +112,8 @@ def ablate(
         title = f"{model}, windows {windows}, {protocol}, {len(frame)} cells\n"
         title += "; ".join(options.describe(network, config) for config in base)
         title += f", select={select}" if select else ""
-        stderr.print(f"wrote {csv_file}")
+        console.stderr.print(f"wrote {csv_file}")
         if plot:
             plot_ablation(frame, figure)
-            stderr.print(f"wrote {figure}")
-        print_result(title, ablation_table(frame))
-
-
-def _load_texts(datasets: str | None, files: list[Path] | None) -> list[Corpus]:
-    """Return the named datasets and files; WikiText-2 if nothing is named."""
-    from h2o_prefill.generation import load_text
-
-    names = ([] if files else ["wikitext2"]) if datasets is None else datasets.split(",")
-    corpora = [load_text(name.strip()) for name in names]
-    return corpora + [load_text(text_file=file) for file in files or ()]
+            console.stderr.print(f"wrote {figure}")
+        tables.print_result(title, tables.ablation_table(frame))

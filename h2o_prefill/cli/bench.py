@@ -7,10 +7,7 @@ from pathlib import Path
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress, stderr
-from h2o_prefill.cli.outputs import check_output_folder, json_output
-from h2o_prefill.cli.tables import print_result, throughput_table
+from h2o_prefill.cli import console, options, outputs, tables
 
 
 @options.command
@@ -33,32 +30,32 @@ def bench(
     from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.profile import settings_name
 
     figures = {
         "throughput_comparison.png": plot_throughput,
         "memory_profile.png": plot_memory_profile,
     }
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         settings.check()
-        check_output_folder(output, figures)
+        outputs.check_output_folder(output, figures)
         chosen = options.parse_numbers(lengths, "lengths", least=1)
         network, _ = model.load()
         config = settings.find(network)
-        with show_progress("prefill") as show:
+        with console.show_progress("prefill") as show:
             frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
             if output is not None:
                 frames.append(profile_memory(network, chosen, config, on_progress=show))
         what, described = f"{model}, prefill", options.describe(network, config)
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         origin = {"model": model.model, "dtype": model.dtype, "preset": name}
-        rows = [frame.to_dict(orient="records") for frame in frames]
-        tables = dict(zip(("results", "memory"), rows, strict=False))
-        save_json(lambda: build_report({**origin, **dataclasses.asdict(config)}, **tables))
+        rows = (frame.to_dict(orient="records") for frame in frames)
+        parts = dict(zip(("results", "memory"), rows, strict=False))
+        save_json(lambda: build_report({**origin, **dataclasses.asdict(config)}, **parts))
         if output is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             for (file, draw), frame in zip(figures.items(), frames, strict=True):
                 draw(frame, folder / file, f"{what}, {described}")
-                stderr.print(f"wrote {folder / file}")
-        print_result(f"{what}, median of {runs}\n{described}", throughput_table(frames[0]))
+                console.stderr.print(f"wrote {folder / file}")
+        table = tables.throughput_table(frames[0])
+        tables.print_result(f"{what}, median of {runs}\n{described}", table)

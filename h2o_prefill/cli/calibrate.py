@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress, stderr
-from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output
-from h2o_prefill.cli.tables import calibration_table, print_result
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -47,18 +44,18 @@ def calibrate(
     from h2o_prefill.eval import calibrate_heads
     from h2o_prefill.eval.plots import plot_calibration
     from h2o_prefill.eval.report import environment
-    from h2o_prefill.profile import profile_path, settings_name
+    from h2o_prefill.profile import profile_path
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         (settings,) = options.all_settings([preset])
-        save_plot = plot_output(plot)
+        save_plot = outputs.plot_output(plot)
         corpus = text.load()
         network, tokenizer = model.load()
         config = settings.find(network)
         if save:
             path = profile_path(network)
-            check_output_folder(path.parent, [path.name], "--save")
-        with cluster.connect(model) as workers, show_progress("calibrate") as show:
+            outputs.check_output_folder(path.parent, [path.name], "--save")
+        with cluster.connect(model) as workers, console.show_progress("calibrate") as show:
             result = calibrate_heads(
                 network,
                 corpus,
@@ -73,11 +70,11 @@ def calibrate(
         variant = result.config.to_string()
         title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
         title += options.describe(network, config)
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         origin = model.origin(corpus, preset=name, variant=variant, budget=budget)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
         save_plot(plot_calibration, result, title)
         if save:
-            stderr.print(f"wrote {result.save(network)}")
-        print_result(title, calibration_table(result))
+            console.stderr.print(f"wrote {result.save(network)}")
+        tables.print_result(title, tables.calibration_table(result))
         print(f"--preset {variant}")

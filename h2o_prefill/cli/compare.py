@@ -7,10 +7,7 @@ from pathlib import Path
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress
-from h2o_prefill.cli.outputs import json_output
-from h2o_prefill.cli.tables import comparison_table, print_result
+from h2o_prefill.cli import console, options, outputs, tables
 
 
 @options.command
@@ -43,7 +40,7 @@ def compare(
     from h2o_prefill.generation.runs import check_length
     from h2o_prefill.generation.text import encode, file_corpus
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         settings.check()
         if prompt_file is None:
             corpus = text.load()
@@ -59,7 +56,7 @@ def compare(
             ids = encode_prompt(tokenizer, corpus.text, chat=True)
             argument = "tokens of --prompt-file and the answer (a part: --text-file, --context)"
             check_length(network, ids.shape[1] + max_new_tokens, argument)
-        with show_progress("compare") as show:
+        with console.show_progress("compare") as show:
             result = evaluation.compare(
                 network,
                 ids,
@@ -71,7 +68,7 @@ def compare(
             )
         title = f"{model}, {corpus.name}, {result.tokens} tokens\n"
         title += f"seconds to the first new token, median of {repeats}"
-        fields = {"preset": result.runs[-1].name, **dataclasses.asdict(config)}
-        origin = model.origin(corpus, **fields)
+        name = result.runs[-1].name
+        origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
         save_json(lambda: build_report(origin, **dataclasses.asdict(result)))
-        print_result(title, comparison_table(result))
+        tables.print_result(title, tables.comparison_table(result))

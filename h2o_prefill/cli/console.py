@@ -9,14 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 # Of warnings, errors and what was written: text as it is, however long a line.
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -45,11 +38,9 @@ def show_progress(what: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr for a block; yield the function that evaluations report to."""
     console = Console(stderr=True)
     with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,

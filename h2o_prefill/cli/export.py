@@ -8,9 +8,7 @@ from typing import Literal
 import typer
 from rich.console import Console
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import stderr
-from h2o_prefill.cli.outputs import check_output_file
+from h2o_prefill.cli import console, options, outputs
 
 
 @options.command
@@ -36,13 +34,13 @@ def export(
     from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
     from h2o_prefill.generation.packages import write_package
 
-    check_output_file(output, "--output", (".pt2",))
+    outputs.check_output_file(output, "--output", (".pt2",))
     settings.check()
     network, tokenizer = model.load()
     config = settings.find(network)
     with Console(stderr=True).status("compiling, which takes minutes"):
         written = write_package(network, tokenizer, config, capacity, output, weights or "")
     for path in written:
-        stderr.print(f"wrote {path}")
+        console.stderr.print(f"wrote {path}")
     if not has_cpp_tokenizers():
-        stderr.print("no tokenizer for C++ was written: pip install openvino-tokenizers")
+        console.stderr.print("no tokenizer for C++ was written: pip install openvino-tokenizers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import nan
@@ -12,10 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 from rich.console import Console
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import check_interrupt, show_progress, stderr
+from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class PromptOptions:
         longest = self.max_prompt_tokens
         if longest is None or ids.shape[1] <= longest:
             return ids
-        stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
+        console.stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
         return without_middle(ids, longest)
 
 
@@ -190,58 +189,47 @@ def _answer_prompt(
     chat: bool,
 ) -> None:
     from h2o_prefill.generation.generate import generate_timed, open_session
+    from h2o_prefill.generation.packages import load_package
+    from h2o_prefill.hf import enable
 
     text = one.read()
     if one.package is not None and options.given(settings):
         raise ValueError("--package has its own settings: leave out --preset and the sizes")
     if one.session is not None:
-        check_output_file(one.session, "--session")
+        outputs.check_output_file(one.session, "--session")
 
     def show(piece: str) -> None:
-        check_interrupt()
+        console.check_interrupt()
         print(piece, end="", flush=True)
 
-    with _loaded(one.package, model, settings) as (network, tokenizer, config, handle):
+    network: Any
+    with contextlib.ExitStack() as stack:
+        if one.package is None:
+            network, tokenizer = model.load()
+            config = settings.find(network)
+            handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
+        else:
+            model.use_threads()
+            with Console(stderr=True).status(f"loading {one.package}"):
+                network, tokenizer = load_package(one.package)
+            config = network.info.config
         kept = None if one.session is None else open_session(one.session, network)
         before = None if kept is None else kept.token_ids
         ids = one.encode(tokenizer, text, before, chat)
-        with contextlib.nullcontext() if handle is None else _bar_of_layers(network):
-            drafts = one.draft_tokens or 0
-            timing = generate_timed(
-                network, tokenizer, ids, max_new_tokens, show, kept, sampling, drafts
-            )
-        if handle is None:
-            kl = network.estimated_kl
-        else:
+        given = ids, max_new_tokens, show, kept, sampling, one.draft_tokens or 0
+        with contextlib.nullcontext() if one.package else _bar_of_layers(network):
+            timing = generate_timed(network, tokenizer, *given)
+        if one.package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
+        else:
+            kl = network.estimated_kl
         if one.session is not None and kept is not None:
             kept.save(one.session)
     print()
     past = 0 if before is None else before.shape[1]
-    stderr.print(_summary(timing, config, kl, past), style="dim")
+    console.stderr.print(_summary(timing, config, kl, past), style="dim")
     if one.session is not None:
-        stderr.print(f"wrote {one.session}")
-
-
-@contextlib.contextmanager
-def _loaded(
-    package: Path | None, model: options.ModelOptions, settings: options.SettingsOptions
-) -> Iterator[tuple[Any, Any, PrefillConfig, Any]]:
-    """Yield a package or an enabled model, tokenizer, settings, and the handle of the model."""
-    if package is not None:
-        from h2o_prefill.generation.packages import load_package
-
-        model.use_threads()
-        with Console(stderr=True).status(f"loading {package}"):
-            loaded, tokenizer = load_package(package)
-        yield loaded, tokenizer, loaded.info.config, None
-        return
-    from h2o_prefill.hf import enable
-
-    network, tokenizer = model.load()
-    config = settings.find(network)
-    with enable(network, config, tokenizer=tokenizer) as handle:
-        yield network, tokenizer, config, handle
+        console.stderr.print(f"wrote {one.session}")
 
 
 @contextlib.contextmanager
@@ -249,15 +237,14 @@ def _bar_of_layers(network: Any) -> Iterator[None]:
     """Show how many layers a prompt has passed, until it has passed all."""
     from h2o_prefill.hf.report import attention_layers
 
-    layers, passed = attention_layers(network, None), 0
+    layers, passed = attention_layers(network, None), itertools.count(1)
     with contextlib.ExitStack() as stack:
-        step = stack.enter_context(show_progress("prefill"))
+        step = stack.enter_context(console.show_progress("prefill"))
 
         def count(*_: object) -> None:
-            nonlocal passed
-            passed += 1
-            step(passed, len(layers), "prefill, layers")
-            if passed == len(layers):
+            done = next(passed)
+            step(done, len(layers), "prefill, layers")
+            if done == len(layers):
                 stack.close()
 
         for layer in layers:
@@ -295,13 +282,13 @@ def _answer_file(
     kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
     with kept_on_interrupt(kept):
         prompts = read_prompts(input_file, "--input")
-        check_output_file(output, "--output")
+        outputs.check_output_file(output, "--output")
         network, tokenizer = model.load()
         given = network, tokenizer, prompts, output, settings.find(network)
-        with cluster.connect(model) as workers, show_progress("generate") as show:
+        with cluster.connect(model) as workers, console.show_progress("generate") as show:
             found = answer_prompts(*given, cluster=workers, on_progress=show, **limits)
-    stderr.print(f"wrote {output}")
-    stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
+    console.stderr.print(f"wrote {output}")
+    console.stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
     if found.failed:
         first = found.failed[0]
         raise RuntimeError(

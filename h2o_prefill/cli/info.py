@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from h2o_prefill._cache import cache_dir
-from h2o_prefill.cli import options
-from h2o_prefill.cli.outputs import json_output
-from h2o_prefill.cli.tables import info_table, print_result
+from h2o_prefill.cli import options, outputs, tables
 from h2o_prefill.presets import PRESETS
 
 
@@ -18,7 +16,7 @@ def info(json_file: options.JsonOption = None) -> None:
     from h2o_prefill.eval.report import cuda_kernels, environment, linear_attention, operators
     from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         sections: dict[str, dict[str, Any]] = {
             "environment": environment(),
             "operators (devices)": operators(),
@@ -34,4 +32,4 @@ def info(json_file: options.JsonOption = None) -> None:
             },
         }
         save_json(lambda: sections)
-        print_result("", info_table(sections))
+        tables.print_result("", tables.info_table(sections))

@@ -6,14 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
 import re
-import signal
 import typing
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,13 +20,15 @@ from rich.console import Console
 
 from h2o_prefill.cli.console import quiet_libraries, stderr
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.ablation_table import LETTERS
 from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
+from h2o_prefill.generation.cluster import connect
 from h2o_prefill.generation.runs import settings_for
-from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, chosen_config, is_of_profile
+from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, is_of_profile
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import RULES
 
 SIZES = "Sparse prefill"
-_SIZE_FIELDS = ("chunk_size", "local_window", "heavy_budget", "sink_tokens")  # S, L, H, K
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -172,7 +171,7 @@ def preset_option(
     use: str = "Settings of sparse prefill",
     default: str | bool = f"the model's profile, or else {DEFAULT_PRESET}",
 ) -> Any:
-    """Return the option of a settings text; `use` says what it is for."""
+    """Return the option of a settings text; `use` says what for."""
     return typer.Option(
         "--preset",
         metavar="PRESET[,NAME=VALUE...]",
@@ -204,29 +203,22 @@ class SettingsOptions:
     heavy_budget: Annotated[int | None, field_option("heavy_budget")] = None
     sink_tokens: Annotated[int | None, field_option("sink_tokens")] = None
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        sizes = {name: getattr(self, name) for name in _SIZE_FIELDS}
-        return {name: value for name, value in sizes.items() if value is not None}
-
     def check(self) -> None:
         """Raise the errors of settings that do not depend on the model, before it is loaded."""
         if self.preset is not None and not is_of_profile(self.preset):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._read(chosen_config)
+                self.find(None)
 
     def find(self, network: Any) -> PrefillConfig:
         """Return the settings; without a preset, the model's profile or else "recommended"."""
-        return self._read(functools.partial(settings_for, network))
-
-    def _read(self, read: Callable[[str | None], PrefillConfig]) -> PrefillConfig:
         try:
-            config = read(self.preset)
+            config = settings_for(network, self.preset)
         except ValueError as error:
             of = f"settings {self.preset!r}: " if self.preset else ""
             raise ValueError(f"{of}{error}") from None
-        return config.with_fields(**self._sizes)
+        sizes = {name: getattr(self, name) for name in LETTERS}
+        return config.with_fields(**{name: x for name, x in sizes.items() if x is not None})
 
 
 def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
@@ -239,12 +231,9 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
 
 def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles."""
-    from h2o_prefill.profile import settings_name
-
     preset, *changes = settings_name(network, config).split(",")
-    fields = zip("SLHK", _SIZE_FIELDS, strict=True)
-    sizes = [f"{letter}={getattr(config, name)}" for letter, name in fields]
-    others = [x for x in changes if x.partition("=")[0] not in _SIZE_FIELDS]
+    sizes = [f"{letter}={getattr(config, name)}" for name, letter in LETTERS.items()]
+    others = [x for x in changes if x.partition("=")[0] not in LETTERS]
     others += [f"select={select}"] if select else []
     # Lists of many heads are cut.
     return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
@@ -331,11 +320,7 @@ class ClusterOptions:
 
     @contextlib.contextmanager
     def connect(self, model: CpuModelOptions) -> Iterator[ModelCluster | None]:
-        """Yield workers that load a model, None without any of the options.
-
-        Raises ValueError for several of them, FileNotFoundError, ImportError without Dask, and
-        OSError if no scheduler answers.
-        """
+        """Yield workers that load a model, None without any of the options."""
         if not given(self):
             yield None
             return
@@ -343,59 +328,6 @@ class ClusterOptions:
             raise ValueError("give one of --scheduler, --scheduler-file and --workers")
         if (device := getattr(model, "device", "cpu")) != "cpu":
             raise ValueError(f"--device must be cpu with workers, got {device!r}")
-        try:
-            import distributed
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "--scheduler, --scheduler-file and --workers need Dask: "
-                "pip install 'h2o_prefill[cluster]'"
-            ) from error
-        # What becomes of workers is on the dashboard, and in the results where it matters.
-        for name in ("distributed", "distributed.client"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        threads = model.threads
-        with contextlib.ExitStack() as stack:
-            if self.workers is not None:
-                threads = threads or max(1, torch.get_num_threads() // self.workers)
-                client = distributed.Client(stack.enter_context(_start_workers(self.workers)))
-            elif self.scheduler_file is not None:
-                file = self.scheduler_file.expanduser()
-                if not file.is_file():
-                    # Dask would wait for it without an end.
-                    raise FileNotFoundError(f"--scheduler-file: no such file: {str(file)!r}")
-                client = distributed.Client(scheduler_file=str(file))
-            else:
-                try:
-                    client = distributed.Client(self.scheduler)
-                except ValueError as error:
-                    raise ValueError(
-                        "--scheduler must be an address like tcp://10.0.0.1:8786, got "
-                        f"{self.scheduler!r}: {error}"
-                    ) from error
-            stack.enter_context(client)
+        with connect(**vars(self), threads=model.threads) as (client, threads):
             stderr.print(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
             yield ModelCluster(client, model.model, model.dtype, threads)
-
-
-def _start_workers(count: int) -> Any:
-    """Return a cluster of processes of this machine, which Ctrl-C does not reach.
-
-    A terminal sends it to workers as well, which this process ends itself.
-    """
-    import distributed
-
-    # Python starts this one with the first process, and then lets signals through again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        # Memory is the operating system's to judge, as without Dask: a worker that pauses for lack
-        # of it would never go on, since a model does not become smaller.
-        return distributed.LocalCluster(
-            n_workers=count,
-            threads_per_worker=1,
-            memory_limit=0,
-            dashboard_address="localhost:0",
-            silence_logs=logging.CRITICAL,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress
-from h2o_prefill.cli.outputs import json_output, plot_output
-from h2o_prefill.cli.tables import perplexity_table, print_result
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.selection import load_rule
 
 
@@ -37,18 +34,17 @@ def ppl(
     from h2o_prefill.eval.perplexity import perplexity_report
     from h2o_prefill.eval.plots import plot_perplexity
     from h2o_prefill.eval.windows import parse_windows, scored_rows
-    from h2o_prefill.profile import settings_name
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         settings.check()
         rule = None if select is None else load_rule(select)
-        save_plot = plot_output(plot)
+        save_plot = outputs.plot_output(plot)
         scored_rows(protocol, context)
         parse_windows(windows)
         corpus = text.load()
         network, tokenizer = model.load()
         config = settings.find(network)
-        with show_progress("perplexity") as show:
+        with console.show_progress("perplexity") as show:
             result = evaluate_perplexity(
                 network,
                 corpus,
@@ -63,7 +59,7 @@ def ppl(
             )
         title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
         title += options.describe(network, config, select)
-        origin = model.origin(corpus, preset=settings_name(network, config))
+        origin = model.origin(corpus, preset=options.settings_name(network, config))
         save_json(lambda: perplexity_report(result, **origin))
         save_plot(plot_perplexity, result, title)
-        print_result(title, perplexity_table(result))
+        tables.print_result(title, tables.perplexity_table(result))

@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress
-from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
-from h2o_prefill.cli.tables import print_result, retrieval_table
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS
 from h2o_prefill.eval.retrieval_prompts import TASKS
 from h2o_prefill.selection import load_rule
@@ -62,12 +59,11 @@ def retrieve(
     from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
-    from h2o_prefill.profile import settings_name
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         settings = options.all_settings(preset)
         rule = None if select is None else load_rule(select)
-        save_plot = plot_output(plot)
+        save_plot = outputs.plot_output(plot)
         wanted: dict[str, Any] = {
             "tasks": tasks.split(","),
             "lengths": options.parse_numbers(lengths, "lengths"),
@@ -77,16 +73,16 @@ def retrieve(
         }
         check_retrieval(**wanted)
         if keep is not None:
-            check_output_file(keep, "--keep", (".jsonl",))
+            outputs.check_output_file(keep, "--keep", (".jsonl",))
         kept = None if keep is None else KeptOutcomes(keep)
         corpus = text.load()
         network, tokenizer = model.load()
         configs = [one.find(network) for one in settings]
-        with cluster.connect(model) as workers, show_progress("retrieval") as show:
+        with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
             result = evaluate_retrieval(
                 network,
                 corpus,
-                {settings_name(network, config): config for config in configs},
+                {options.settings_name(network, config): config for config in configs},
                 tokenizer=tokenizer,
                 seed=seed,
                 select=rule,
@@ -99,4 +95,4 @@ def retrieve(
         title += f", select={select}" if select else ""
         save_json(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
         save_plot(plot_retrieval, result, title)
-        print_result(title, retrieval_table(result))
+        tables.print_result(title, tables.retrieval_table(result))

@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import stderr
+from h2o_prefill.cli import console, options
 from h2o_prefill.generation.runs import DENSE
 
 _limit = partial(typer.Option, rich_help_panel="Limits")
@@ -77,8 +76,10 @@ def serve(
         app = create_app(worker, name, max_body and max_body << 10, host)
 
         shown = f"[{host}]" if ":" in host else host
-        stderr.print(f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C")
+        console.stderr.print(
+            f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C"
+        )
         run_server(app, worker, listening)
-        stderr.print("stopped")
+        console.stderr.print("stopped")
         if not worker.close(1):
             os._exit(0)  # Python would wait for a layer, which takes minutes in a large model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -137,22 +137,19 @@ def calibration_table(result: HeadCalibration) -> Table:
     """Return the error of all heads, and of each that is found, and how larger sets change it."""
     table = new_table("heads", "error\nx 10⁶", "change", "attention\nflops", folding=("heads",))
 
-    def add(name: str, error: float, change: str, *flops: str, **row: Any) -> None:
-        table.add_row(name, f"{1e6 * error:.1f}", change, *flops, **row)
-
-    def change(before: float, after: float) -> str:
-        return format_change(100 * (after / before - 1)) if before else ""
-
-    def share(flops: AttentionFlops) -> str:
-        return f"{100 / flops.ratio:.1f} %"
+    def add(
+        name: str, error: float, before: float, flops: AttentionFlops | None = None, **row: Any
+    ) -> None:
+        change = format_change(100 * (error / before - 1)) if before else ""
+        share = "" if flops is None else f"{100 / flops.ratio:.1f} %"
+        table.add_row(name, f"{1e6 * error:.1f}", change, share, **row)
 
     before, after = result.error_before, result.error_after
-    add("all", before, "", share(result.flops_before))
+    add("all", before, 0, result.flops_before)
     for layer, head, factor in result.chosen:
         old, new = (result.error(layer, head, size) for size in (1, factor))
-        add(f"  {layer}.{head}x{factor}", new, change(old, new))
-    found = f"all, {len(result.chosen)} wider"
-    add(found, after, change(before, after), share(result.flops_after), style="bold")
+        add(f"  {layer}.{head}x{factor}", new, old)
+    add(f"all, {len(result.chosen)} wider", after, before, result.flops_after, style="bold")
     return table
 
 
@@ -170,28 +167,27 @@ def throughput_table(frame: pd.DataFrame) -> Table:
     }
     if frame["recalled_keys"].notna().any():
         columns["recalled\nkeys"] = "{recalled_keys:.0f}"
-    table, rows = new_table(*columns), frame.to_dict(orient="records")
-    for row in cast(list[dict[str, Any]], rows):
-        table.add_row(*(form.format(**row) for form in columns.values()))
+    table = new_table(*columns)
+    for row in frame.to_dict(orient="records"):
+        table.add_row(*(form.format_map(row) for form in columns.values()))
     return table
 
 
 def retrieval_table(result: RetrievalResult) -> Table:
     """Return accuracy with 95 % intervals, and log-probability of the answer with its error."""
-    shares = ("accuracy %\n(95 %)", "kept of\nsolved")
-    headings = ("tokens", "prefill", *shares, "log-prob,\nchange")
-    table = new_table("task", *headings, folding=("prefill",))
+    headings = ("accuracy %\n(95 %)", "kept of\nsolved", "log-prob,\nchange")
+    table = new_table("task", "tokens", "prefill", *headings, folding=("prefill",))
     row: Any
     for row in result.summary.itertuples():
         first = row.variant == DENSE
+        shares = (100 * share for share in (row.accuracy, *row.accuracy_interval))
         change = row.log_prob_change, row.log_prob_stderr
         if first:
             table.add_section()
         table.add_row(
-            row.task if first else "",
-            str(row.length) if first else "",
+            *((row.task, str(row.length)) if first else ("", "")),
             row.variant,
-            _with_interval(row.accuracy, row.accuracy_interval),
+            "{:.0f} ({:.0f}-{:.0f})".format(*shares),
             _numbers("{:.0f}/{:.0f}", row.kept * row.dense_solved, row.dense_solved),
             f"{row.log_prob:.3f}" if first else _numbers("{:+.3f} ± {:.3f}", *change),
         )
@@ -233,10 +229,6 @@ def _numbers(form: str, *values: float | None) -> str:
     """Return numbers as text, "-" if one is missing."""
     missing = any(value is None or math.isnan(value) for value in values)
     return "-" if missing else form.format(*values)
-
-
-def _with_interval(share: float, interval: tuple[float, float]) -> str:
-    return _numbers("{:.0f} ({:.0f}-{:.0f})", *(100 * value for value in (share, *interval)))
 
 
 def _error_cells(row: dict[str, Any]) -> list[str]:

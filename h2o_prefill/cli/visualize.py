@@ -6,10 +6,7 @@ from pathlib import Path
 
 import typer
 
-from h2o_prefill.cli import options
-from h2o_prefill.cli.console import show_progress
-from h2o_prefill.cli.outputs import check_output_folder, json_output
-from h2o_prefill.cli.tables import attention_table, print_result
+from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.selection import load_rule
 
 
@@ -39,13 +36,12 @@ def visualize(
     from h2o_prefill.eval.report import build_report
     from h2o_prefill.eval.windows import select_windows
     from h2o_prefill.generation.text import encode
-    from h2o_prefill.profile import settings_name
 
-    with json_output(json_file) as save_json:
+    with outputs.json_output(json_file) as save_json:
         settings.check()
         rule = None if select is None else load_rule(select)
         files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
-        check_output_folder(output, files)
+        outputs.check_output_folder(output, files)
         corpus = text.load()
         network, tokenizer = model.load()
         config = settings.find(network)
@@ -53,7 +49,7 @@ def visualize(
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
         title = f"{model}, {corpus.name} window {window} of {context} tokens, "
         title += options.describe(network, config, select)
-        with show_progress("prefill") as show:
+        with console.show_progress("prefill") as show:
             measures = visualize_attention_patterns(
                 network,
                 prompts,
@@ -65,10 +61,10 @@ def visualize(
                 on_progress=show,
             )
         report = measures.to_dict()
-        name = settings_name(network, config)
+        name = options.settings_name(network, config)
         given = {"window": window, "context": context, "preset": name, "select": select}
         origin = model.origin(corpus, **given) | report.pop("config")
         save_json(lambda: build_report(origin, **report))
-        print_result(title, attention_table(measures))
+        tables.print_result(title, tables.attention_table(measures))
         for file in files:
             print(output / file)

@@ -38,6 +38,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def build_grid(
 
     `bases` are settings of the fields that `axes` does not name.
 
-    Warns of combinations that cannot be run. Those that differ only in fields without effect, since
-    recall is 0 or no layer is wide, count once.
+    Warns of combinations that cannot be run. Combinations that differ only in fields of recall
+    count once where recall is 0.
     """
     values = {"contexts": _distinct("contexts", contexts)}
     for context in values["contexts"]:
@@ -139,7 +140,7 @@ def run_ablation(
     """Measure the perplexity of every combination of settings against the same dense run.
 
     Every combination on one text at one context is a cell. The row of a finished cell is added to
-    perplexity_ablation.csv in `output` at once (`ablation.table` describes its columns), and cells
+    perplexity_ablation.csv in `output` at once (`ablation_table` describes its columns), and cells
     that have a row are skipped: a run that was stopped resumes when it is called again, and a
     larger grid computes only its new cells. Each window is run densely once; the hidden states of
     one text at one context (or the logits, if the output layer is more than a product) are kept in
@@ -155,20 +156,18 @@ def run_ablation(
         Folder for the CSV file; it is created if necessary. Rows of another version of this
         package, which a column names, are kept: another folder measures their cells again.
     base : PrefillConfig or str, or a sequence of them, optional
-        Settings of the fields that `axes` does not name, as `enable` takes them; each of several is
-        combined with all values. Default: the settings that `enable` takes.
+        Settings of the fields that `axes` does not name; each of several is combined with all
+        values. Default: the settings that `enable` takes.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
     contexts : sequence of int
         Tokens of a window. Combinations with fewer than two chunks are left out.
-    windows, protocol : str
+    windows, protocol, tokenizer
         As `evaluate_perplexity` takes them.
-    tokenizer : optional
-        The model's. A model given by name brings its own.
     dtype, device : str
         Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
-        Name in the table. Default: the name given, or that in the model's config.
+        Name in the table. Default: the name given, or the one in the model's config.
     select : callable, optional
         A selection rule for all cells, as `enable` takes it. Cells are known by its name: a rule
         that has changed needs another name, or another folder.
@@ -176,8 +175,7 @@ def run_ablation(
         Workers that measure the cells, of the same model; the table is written here. Each worker
         runs the windows densely once. Default: this process measures.
     on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next), or with cells instead of
-        forward passes where a cluster measures them.
+        Called with (forward passes done, passes in all, what runs next); a cluster counts cells.
 
     Returns
     -------
@@ -187,8 +185,7 @@ def run_ablation(
     Raises
     ------
     ValueError
-        If an argument is out of its range, no combination can be run, a text is too short, or the
-        model already runs sparsely.
+        If an argument is out of its range, or the model already runs sparsely.
     RuntimeError
         If cells failed. All others are finished.
 
@@ -208,8 +205,6 @@ def run_ablation(
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    from h2o_prefill.profile import settings_name
-
     grid = build_grid(axes, contexts, [settings_for(network, one) for one in bases], protocol)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
@@ -220,7 +215,6 @@ def run_ablation(
     keys = [key for text in texts for key in text.cells]
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
-    table.begin_csv(path, rows.values())
     pieces = {
         key: (number, config)
         for number, text in enumerate(texts)
@@ -246,10 +240,10 @@ def run_ablation(
             warn(f"a cell failed, {cell}: {error}")
         else:
             # Workers may have no profile, or another one.
-            chosen = settings_name(network, config)
-            named = None if "," in chosen else chosen
-            rows[key] = {"cell": key, **measured, "preset": named}
-            table.append_row(rows[key], path)
+            preset = settings_name(network, config)
+            measured["preset"] = None if "," in preset else preset
+            rows[key] = {"cell": key, **measured}
+            table.write_rows(rows.values(), path)
     report_progress(on_progress, total, total, "done")
     if failed:
         first, cause = next(iter(failed.items()))
@@ -314,21 +308,18 @@ def _find_cells(
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
-            cells = {
-                digest(corpus.name, protocol, digests, _changed(config), *of_rule): config
-                for length, config in grid
-                if length == context
-            }
+            cells = {}
+            for length, config in grid:
+                if length == context:
+                    # Without the fields at their defaults: a new field leaves old keys as they are.
+                    values = {n: getattr(config, n) for n in FIELDS}
+                    changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
+                    key = digest(corpus.name, protocol, digests, changed, *of_rule)
+                    cells[key] = config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
             found.append(_Text(digest(digests), columns, indices, batches, cells))
     return found
-
-
-def _changed(config: PrefillConfig) -> dict[str, Any]:
-    """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
-    values = {name: getattr(config, name) for name in FIELDS}
-    return {name: value for name, value in values.items() if value != getattr(PrefillConfig, name)}
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:

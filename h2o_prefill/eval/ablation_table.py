@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FIELDS = [field.name for field in dataclasses.fields(PrefillConfig)]
 
+# Sizes have letters in titles and labels.
+LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
+
 CSV_NAME = "perplexity_ablation.csv"
 
 _TEXT, _WHOLE, _REAL = "string", "Int64", "float64"
@@ -69,15 +72,10 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
     """Return the columns of a row that come from its result."""
     settings = dataclasses.asdict(result.config)
     texts = {name: format_value(settings[name]) for name in settings if _SETTINGS[name] == _TEXT}
-    measured = {name: getattr(result, name) for name in COLUMNS if hasattr(result, name)}
-    runs = {"dense": result.dense, "sparse": result.sparse}
-    return {
-        **measured,
-        **settings,
-        **texts,
-        **{f"{name}_ppl": run.ppl for name, run in runs.items()},
-        **{f"{name}_seconds": run.seconds for name, run in runs.items()},
-    }
+    row = {name: getattr(result, name) for name in COLUMNS if hasattr(result, name)}
+    for name, run in (("dense", result.dense), ("sparse", result.sparse)):
+        row |= {f"{name}_ppl": run.ppl, f"{name}_seconds": run.seconds}
+    return row | settings | texts
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -123,14 +121,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return frame.to_dict(orient="records")
 
 
-def begin_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the rows found, unless the file is there with the columns of this version."""
-    header = ",".join(COLUMNS) + "\n"
-    if not path.exists() or not path.read_text(encoding="utf-8").startswith(header):
-        with replaced_file(path) as scratch:
-            to_frame(rows).to_csv(scratch, index=False)
-
-
-def append_row(row: Mapping[str, Any], path: Path) -> None:
-    """Add the row of a finished cell to the CSV file."""
-    to_frame([row]).to_csv(path, mode="a", header=False, index=False)
+def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the CSV file, whole or not at all."""
+    with replaced_file(path) as scratch:
+        to_frame(rows).to_csv(scratch, index=False)

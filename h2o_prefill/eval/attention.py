@@ -16,7 +16,7 @@ from torch.nn import functional
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.eval.runs import check_model, count_layers, last_logits_only
+from h2o_prefill.eval.runs import check_model, count_heads, last_logits_only
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -30,9 +30,6 @@ from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import Progress, eval_mode, report_progress, settings_for
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
-
-# The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
-_BLOCK_NUMBERS = 1 << 22
 
 # A pattern has at most this many bins of queries, and of keys.
 _PATTERN_BINS = 64
@@ -71,7 +68,7 @@ class AttentionMeasures:
 
     @property
     def heavy_jaccard(self) -> Tensor:
-        """That of the sets without the last L positions, NaN where neither holds others."""
+        """The same without the last L positions, NaN where neither set holds others."""
         held = self._heavy()
         return _jaccard(held[:-1], held[1:])
 
@@ -93,28 +90,23 @@ class AttentionMeasures:
         """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
 
         `summary` and `by_chunk` hold the mean over all query heads of all layers and the worst
-        head, and the mean over all KV heads of the Jaccard index of the set that a chunk attends to
-        and that of the chunk before; `by_layer` holds every head, and the set after the last chunk.
+        head, and the mean over all KV heads of the Jaccard index of the sets that a chunk and the
+        chunk before attend to; `by_layer` holds every head.
         """
         stability = self.jaccard
+        # The first chunk attends to no set, the second to the first one.
+        before = [None, None, *stability]
+        error, recall = self.l1_error_by_chunk, self.mass_recall_by_chunk
         names = ["l1_error", "mass_recall", "mass_recall_lowest"]
         names += ["l1_error_by_chunk", "mass_recall_by_chunk"]
-        chunks = zip(
-            self.chunk_ends, self.l1_error_by_chunk, self.mass_recall_by_chunk, strict=True
-        )
         heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
         return {
             "config": asdict(self.config),
             "tokens": self.chunk_ends[-1],
             "summary": self._summary(self.l1_error, self.mass_recall, stability[:-1]),
             "by_chunk": [
-                # The first chunk attends to no set, the second to the first one.
-                {
-                    "chunk": chunk,
-                    "end": end,
-                    **self._summary(error, recall, stability[chunk - 2] if chunk >= 2 else None),
-                }
-                for chunk, (end, error, recall) in enumerate(chunks)
+                {"chunk": n, "end": end, **self._summary(error[n], recall[n], before[n])}
+                for n, end in enumerate(self.chunk_ends)
             ],
             "by_layer": [
                 {
@@ -159,10 +151,10 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
 
-    The model runs once and densely, so that each layer gets the inputs of a dense run: what is
-    measured is the error of that layer alone, not the accumulated error of earlier layers. On the
-    q, k and v of a layer, in fp32 (fp64 for fp64), with x the output of the sparse prefill, y that
-    of dense attention, both [Hq, T, Dv]:
+    The model runs once and densely, so that each layer gets the inputs of a dense run: an error is
+    the layer's own, without the errors of earlier layers. On the q, k and v of a layer, in fp32
+    (fp64 for fp64), with x the output of the sparse prefill and y the output of dense attention,
+    both [Hq, T, Dv]:
 
     - relative L1 error of head h over rows R: sum |x_hid - y_hid| / sum |y_hid|, over the rows i in
       R and all d;
@@ -170,13 +162,13 @@ def measure_attention(
       keys j that row i sees sparsely, with p_hij = exp(z_hij) / sum_{j' <= i} exp(z_hij') and
       z_hij = scale q_hi . k_hj, capped if the layer has a softcap; attention sinks, if it has any,
       are in x and y but not in p. A row sees its chunk up to itself, the memory set that its chunk
-      attends to (that of the operator, on these q and k), the keys that it recalls, and all keys
-      before it if it is in the dense tail.
+      attends to (as the operator chooses it on these q and k), the keys that it recalls, and all
+      keys before it if it is in the dense tail.
 
     R is the prompt or one chunk. Rows of the first chunk have error 0 and recall 1, since they see
     everything: both measures of a prompt depend on its number of chunks.
 
-    The q, k and v of one layer and the softmax weights of a block of rows are held at a time.
+    The q, k and v of one layer are held at a time.
 
     Parameters
     ----------
@@ -189,18 +181,12 @@ def measure_attention(
     select : callable, optional
         A selection rule, as `enable` takes it.
     on_progress : callable, optional
-        Called with (layers begun, number of layers, description of the next step).
-
-    Returns
-    -------
-    AttentionMeasures
+        Called with (layers begun, layers in all, what runs next).
 
     Raises
     ------
-    ValueError
+    ValueError, NotImplementedError
         If an argument is out of its range, no layer is sparse, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
     """
     config = settings_for(model, chunk_config)
     prompt = prompt_ids(input_ids)
@@ -212,7 +198,7 @@ def measure_attention(
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
-    total = count_layers(model)
+    total, _ = count_heads(model)
     found: dict[int, LayerMeasures] = {}
 
     def observe(call: Any, _: Tensor) -> None:
@@ -222,9 +208,8 @@ def measure_attention(
         of_layer = config.of_layer(index), recalled, call.logit_options
         found[index] = measure_layer(*qkv, *of_layer, index, select)
 
-    last = last_logits_only(model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
-        model(prompt, use_cache=False, **last)
+        model(prompt, use_cache=False, **last_logits_only(model))
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
@@ -275,12 +260,15 @@ def measure_layer(
     """Compare sparse with dense attention of one layer, q, k and v [1, H, T, D], chunk by chunk."""
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
-    length = query.shape[2]
+    length, kv_heads = query.shape[2], key.shape[1]
     state: PrefillState | None = None
     chunks: list[tuple[Tensor, ...]] = []
     width = -(-length // _PATTERN_BINS)
-    pattern = query.new_zeros(-(-length // width), query.shape[1], -(-length // width))
-    bins = pattern, width
+    bin_of = torch.arange(length, device=query.device) // width
+    bins = functional.one_hot(bin_of).to(query)
+    pattern = query.new_zeros(bins.shape[1], query.shape[1], bins.shape[1])
+    # Sinks have no part in the shares of a softmax.
+    shares_only = options[0], None, options[2]
     selector = None
     if select is not None:
         # The settings that the rule sees have the whole dense tail.
@@ -292,93 +280,26 @@ def measure_layer(
         # The dense tail belongs to the prompt, not to the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
+        # Attention to indicators as values sums weights: over each bin, and over the chunk itself.
+        # A row sees its chunk, so that the share of the visible keys is a ratio of two such sums.
+        own = (torch.arange(end, device=query.device) >= begin).to(query)
+        shares = torch.cat([bins[:end], own.unsqueeze(1)], 1).expand(1, kv_heads, -1, -1)
+        weights = ops.dense_attention(q, k, shares, *shares_only)[0]
+        own = shares[..., -1:]
+        seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only, layer, selector)
+        mass = (weights[..., -1].double() / seen[0, ..., 0]).clamp(max=1)
+        pattern.index_add_(0, bin_of[begin:end], weights[..., :-1].transpose(0, 1))
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)
         dense = ops.dense_attention(q, k, v, *options)
-        mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options, bins)
         if selector is None:
             memory = next_memory(state, config)
         else:
             memory = selector.select(state, k, v, config, layer, options[0])
-        chunks.append(
-            (
-                (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
-                dense[0].abs().sum((1, 2), dtype=torch.float64),
-                mass.sum(1),
-                mass.amin(1),
-                memory[0],
-            )
-        )
-    rows = torch.full((len(pattern),), width)
-    rows[-1] -= len(pattern) * width - length
+        sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
+        chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
     columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
-    columns.append(pattern.cpu().float() / rows[:, None, None])
+    columns.append((pattern / bin_of.bincount().view(-1, 1, 1)).cpu().float())
     return LayerMeasures(*columns)
-
-
-def _visible_mass(
-    q: Tensor,
-    k: Tensor,
-    begin: int,
-    memory: Tensor,
-    recalled: RecallLists,
-    config: PrefillConfig,
-    options: LogitOptions,
-    pattern: tuple[Tensor, int],
-) -> Tensor:
-    """Return the dense softmax mass on the keys that rows of one chunk see, fp64 [Hq, rows].
-
-    Adds all mass to a pattern's bins [bins, Hq, bins], each of so many rows and keys.
-
-    q [Hq, rows, D] are the rows from `begin` on, k [Hkv, begin + rows, D] all keys up to them,
-    memory [Hkv, M] the sets that they attend to. The last `config.dense_tail` rows see every key.
-    """
-    scale, _, softcap = options
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    end = k.shape[1]
-    held = held_positions(memory, end)
-    groups = q.unflatten(0, (k.shape[0], -1))
-    step = max(1, _BLOCK_NUMBERS // (q.shape[0] * end))
-    masses = []
-    for first in range(begin, end, step):
-        last = min(first + step, end)
-        group_q = groups[:, :, first - begin : last - begin].flatten(1, 2)
-        logits = (group_q @ k[:, :last].transpose(1, 2)).mul_(factor)
-        if softcap > 0:
-            logits.div_(softcap).tanh_().mul_(softcap)
-        # [Hkv, G, rows, keys], and masks that the heads of a group share.
-        logits = logits.unflatten(1, (-1, last - first))
-        row = torch.arange(first, last, device=q.device).unsqueeze(1)
-        key = torch.arange(last, device=q.device)
-        visible = (key >= begin) | (row >= end - config.dense_tail)
-        visible = visible | recalled_mask(recalled, config.recall_block, first, last).to(q.device)
-        visible = visible | held[:, :last].unsqueeze(1)
-        weights = logits.masked_fill_(key > row, -torch.inf).softmax(-1)
-        _add_to_pattern(*pattern, weights.flatten(0, 1), first)
-        weights.masked_fill_(~visible.unsqueeze(1), 0)
-        masses.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
-    return torch.cat(masses, dim=1)
-
-
-def recalled_mask(recalled: RecallLists, block: int, begin: int, end: int) -> Tensor:
-    """Return bool [end - begin, end]: whether a row of [begin, end) recalls a key."""
-    mask = torch.zeros(end - begin, end, dtype=torch.bool)
-    offsets, positions, visible_from = recalled
-    if offsets is None or positions is None or visible_from is None:
-        return mask
-    for index in range(begin // block, -(-end // block)):
-        first, last = max(begin, index * block), min(end, (index + 1) * block)
-        entries = slice(int(offsets[index]), int(offsets[index + 1]))
-        seen = visible_from[entries].cpu() <= torch.arange(first, last).unsqueeze(1)
-        mask[first - begin : last - begin, positions[entries].long().cpu()] = seen
-    return mask
-
-
-def _add_to_pattern(pattern: Tensor, width: int, weights: Tensor, first: int) -> None:
-    """Add weights [Hq, rows, keys] of the rows from `first` on to bins [bins, Hq, bins]."""
-    last, bins = weights.shape[2], len(pattern)
-    by_bin = functional.pad(weights, (0, bins * width - last)).unflatten(2, (bins, width)).sum(-1)
-    row = torch.arange(first, last, device=weights.device)
-    pattern.index_add_(0, row // width, by_bin.transpose(0, 1))
 
 
 def _jaccard(first: Tensor, second: Tensor) -> Tensor:

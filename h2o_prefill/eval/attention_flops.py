@@ -36,9 +36,9 @@ def count_attention_flops(
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
-    heads with their own memory sets. Lexical recall is run on every prompt. `errors` are those of
-    the layers after each prompt, `PrefillState.errors`: without them memory sets count as they are
-    before errors widen them. `selected` are the query-key products with the memory sets of all
+    heads with their own memory sets. Lexical recall is run on every prompt. `errors` has
+    `PrefillState.errors` of each layer after each prompt: without them memory sets count as they
+    are before errors widen them. `selected` are the query-key products with the memory sets of all
     prompts and layers, where a selection rule has chosen them.
     """
     count, length = prompts.shape
@@ -51,32 +51,25 @@ def count_attention_flops(
         recalled_dot_products(length, config, find_recalled(prompt[None], config, token_text))
         for prompt in prompts
     )
-    # Of every prompt and layer, by KV head.
-    factors = [
-        {
-            layer: x[0, :, FACTOR_SUM].double() / x[0, :, CHUNKS]
-            for layer, x in found.items()
-            if x[0, 0, CHUNKS] > 0
-        }
-        for found in errors
-    ]
-
-    def sparse(layer: int) -> int:
+    factors: list[Tensor] = []  # of every prompt and layer, by KV head
+    total = selected or 0
+    for layer in range(num_layers):
+        if layer in config.dense_layers:
+            total += dense
+            continue
+        total += recalled
         settings = config.of_layer(layer)
-        each = [found.get(layer) for found in factors] or [None] * count
-        return sum(
-            sparse_dot_products(length, settings, kv_heads=kv_heads, widening=x) for x in each
-        )
-
-    all_layers = sum(
-        dense if layer in config.dense_layers else recalled + sparse(layer)
-        for layer in range(num_layers)
-    ) + (selected or 0)
-    measured = [factor for found in factors for factor in found.values()]
+        for found in errors or [{}] * count:
+            widening = None
+            if layer in found and found[layer][0, 0, CHUNKS] > 0:
+                measured = found[layer][0].double()
+                widening = measured[:, FACTOR_SUM] / measured[:, CHUNKS]
+                factors.append(widening)
+            total += sparse_dot_products(length, settings, kv_heads=kv_heads, widening=widening)
     return AttentionFlops(
-        ratio=num_layers * dense / all_layers,
+        ratio=num_layers * dense / total,
         recalled_keys=recalled / (count * length) if config.recall else None,
-        widening=torch.cat(measured).mean().item() if measured else None,
+        widening=torch.cat(factors).mean().item() if factors else None,
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from h2o_prefill.eval.attention_flops import (
 )
 from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import count_kv_heads, count_layers, last_logits_only
+from h2o_prefill.eval.runs import count_heads, last_logits_only
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
@@ -35,9 +35,7 @@ from h2o_prefill.generation.runs import (
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
-
-if TYPE_CHECKING:
-    pass
+from h2o_prefill.vocabulary import text_for
 
 # By what L and H of every head are multiplied, one after the other.
 FACTORS = (1, 2, 4, 8)
@@ -49,9 +47,8 @@ _PROTOCOL = "gptq"
 class HeadCalibration:
     """The error of each KV head of a model with memory sets of several sizes."""
 
-    # The settings measured, with the heads found among its `wide`.
-    config: PrefillConfig
-    # Error of each KV head with each of `FACTORS`, by layer; `calibrate_heads` says of what.
+    config: PrefillConfig  # the settings measured, with the heads found among its `wide`
+    # Error of each KV head with each of `FACTORS`, by layer; `calibrate_heads` has the formula.
     errors: dict[int, list[list[float]]]
     factors: dict[int, list[int]]  # what was chosen for each KV head, by layer
     error_before: float  # sums over all heads, of the settings as given and of `config`
@@ -66,12 +63,12 @@ class HeadCalibration:
     def chosen(self) -> list[tuple[int, int, int]]:
         """Layer, KV head and factor of the heads found, the largest fall of the error first."""
         found = [
-            (layer, head, factor)
+            (self.error(layer, head, factor) - self.error(layer, head, 1), layer, head, factor)
             for layer, factors in self.factors.items()
             for head, factor in enumerate(factors)
             if factor > 1
         ]
-        return sorted(found, key=lambda head: self.error(*head) - self.errors[head[0]][head[1]][0])
+        return [(layer, head, factor) for _, layer, head, factor in sorted(found)]
 
     def error(self, layer: int, head: int, factor: int) -> float:
         """Return the error of a KV head with one of `FACTORS`."""
@@ -85,10 +82,10 @@ class HeadCalibration:
         """
         from h2o_prefill.profile import build_profile, profile_path
 
-        names = ("error_before", "error_after", "flops_before", "flops_after", "context", "windows")
-        whole = asdict(self)
         path = profile_path(model)
         path.parent.mkdir(parents=True, exist_ok=True)
+        names = ("error_before", "error_after", "flops_before", "flops_after", "context", "windows")
+        whole = asdict(self)
         measured = {name: whole[name] for name in names}
         write_json(build_profile(model, self.config, self.text, measured), path)
         return path
@@ -127,21 +124,18 @@ def calibrate_heads(
     dataset : Tensor, sequence of int, Corpus or str
         As `evaluate_perplexity` takes it. Use another text than for the evaluation.
     chunk_config : PrefillConfig or str, optional
-        Settings to widen heads of, as `enable` takes them. Default: the preset "recommended", not a
-        profile, whose heads are wide already. They are measured without widening at run time.
+        Settings to widen heads of. Default: the preset "recommended", not a profile, whose heads
+        are wide already. They are measured without widening at run time.
     budget : float
         Attention flops of the result relative to the settings as given, more than 1.
     tokenizer : optional
         The model's tokenizer, needed where `dataset` is a text.
-    context : int
-        Tokens of a window: at least two chunks.
-    windows : str
-        A slice "begin:end" of the windows.
+    context, windows : int, str
+        Tokens of a window, at least two chunks, and a slice "begin:end" of the windows.
     cluster : ModelCluster, optional
         Workers that measure the windows, of the same model. Default: this process.
     on_progress : callable, optional
-        Called with (layers done, layers of all windows, what runs next), or with windows instead
-        of layers where a cluster measures them.
+        Called with (layers done, layers of all windows, what runs next); a cluster counts windows.
 
     Returns
     -------
@@ -151,11 +145,9 @@ def calibrate_heads(
 
     Raises
     ------
-    ValueError
-        As `evaluate_perplexity` does, if `budget` is not more than 1, or if no layer after the
-        first is sparse.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, no layer after the first is sparse, or the model already
+        runs sparsely or never can.
     """
     config = settings_for(model, chunk_config or DEFAULT_PRESET)
     check_settings(config, context, windows, _PROTOCOL)
@@ -164,22 +156,21 @@ def calibrate_heads(
     if isinstance(dataset, str):
         dataset = as_corpus(dataset, "dataset")
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
-    from h2o_prefill.vocabulary import text_for
-
     token_text = text_for(tokenizer, config)
-    total, kv_heads = count_layers(model), count_kv_heads(model)
+    total, kv_heads = count_heads(model)
     steps = len(selected) * (total if cluster is None else 1)
     held = LoadedModel(model, tokenizer, count_steps(on_progress, steps))
     pieces = dict(zip(selected, zip(selected, batches.split(1), strict=True), strict=True))
-    measured = {
-        index: result()
-        for index, result in run_pieces(
-            held, cluster, _measure_window, (config, token_text), pieces
-        )
-    }
+    shared = config, token_text
+    results = run_pieces(held, cluster, _measure_window, shared, pieces)
+    measured = {index: result() for index, result in results}
     report_progress(on_progress, steps, steps, "done")
     # In the order of the windows, whichever came first: sums are equal to the bit.
-    errors = _relative_errors([measured[index] for index in selected])
+    sums = [measured[index] for index in selected]
+    errors: dict[int, list[list[float]]] = {}
+    for layer in sorted(sums[0]):
+        error, size = (sum(column) for column in zip(*(x[layer] for x in sums), strict=True))
+        errors[layer] = (error / size).T.tolist()
     if not errors:
         raise ValueError(
             f"dense_layers must leave a layer after the first sparse, got {config.dense_layers}"
@@ -187,16 +178,17 @@ def calibrate_heads(
     before = count_attention_flops(batches, config, total, kv_heads, token_text)
     products = kv_heads * total * dense_dot_products(context) / before.ratio
     factors = _spend((budget - 1) * products, errors, config, context)
-    found = {(layer, head): x for layer, row in factors.items() for head, x in enumerate(row)}
-    chosen = _with_factors(config, {head: factor for head, factor in found.items() if factor > 1})
+    wide = {x[:-1]: x[-1] for x in config.wide}
+    for (layer, head), factor in factors.items():
+        if factor > 1:
+            wide[layer, head] = config.factor_of_head(head, layer) * factor
+    chosen = config.replace(wide=tuple((*place, wide[place]) for place in sorted(wide)))
     return HeadCalibration(
         config=chosen,
         errors=errors,
-        factors=factors,
+        factors={layer: [factors[layer, x] for x in range(len(errors[layer]))] for layer in errors},
         error_before=sum(head[0] for heads in errors.values() for head in heads),
-        error_after=sum(
-            errors[layer][head][FACTORS.index(factor)] for (layer, head), factor in found.items()
-        ),
+        error_after=sum(errors[x][y][FACTORS.index(factor)] for (x, y), factor in factors.items()),
         flops_before=before,
         flops_after=count_attention_flops(batches, chosen, total, kv_heads, token_text),
         text=dataset.name if isinstance(dataset, Corpus) else "tokens",
@@ -231,14 +223,13 @@ def _measure_window(
             size = residuals.get(id(call.module))
             sums[layer] = _compare(config, call, dense.transpose(1, 2), size, lists)
 
-    last = last_logits_only(model)
     with (
         torch.no_grad(),
         eval_mode(model),
         _sizes_of_residuals(model) as residuals,
         observe_attention(model, observe, config.dense_layers),
     ):
-        model(prompt, use_cache=False, **last)
+        model(prompt, use_cache=False, **last_logits_only(model))
     return sums
 
 
@@ -247,34 +238,27 @@ def _compare(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of one layer; `dense` is its output, [1, Hq, T, Dv]."""
     kv_heads, columns = call.key.shape[1], dense.shape[1] * dense.shape[3]
-    weight = None if size is None else _output_projection(call.module, columns)
-    if weight is None:
-        gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
-        size = _squares(dense, gram)
-    else:
+    # The last linear layer that takes all heads. Packed weights of quantised models do not fit.
+    weights = [child.weight for child in call.module.children() if isinstance(child, nn.Linear)]
+    weight = weights[-1] if weights else dense
+    if size is not None and weight.shape[1:] == (columns,) and weight.is_floating_point():
         parts = weight.float().unflatten(1, (kv_heads, -1)).transpose(0, 1)
         gram = parts.transpose(1, 2) @ parts
-    assert size is not None
+    else:
+        gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
+        size = _squares(dense, gram)
     layer = config.of_layer(call.module.layer_idx)
     errors = []
-    key, value = call.held
     for factor in FACTORS:
-        state = None, None, *recall, 0, _multiplied(layer, factor)  # of a prompt that begins
-        sparse, *_ = ops.chunked_sparse_attention(
-            call.query, key, value, *state, *call.logit_options
-        )
+        # Larger sets, which errors do not widen.
+        local, heavy = factor * layer.local_window, factor * layer.heavy_budget
+        fields = f"local_window={local},heavy_budget={heavy},error_rows=0"
+        settings: str = layer.native.with_fields(fields).to_string()
+        state = None, None, *recall, 0, settings  # of a prompt that begins
+        given = call.query, *call.held, *state, *call.logit_options
+        sparse, *_ = ops.chunked_sparse_attention(*given)
         errors.append(_squares(sparse - dense, gram))
     return torch.stack(errors).cpu(), size.reshape(-1).double().cpu()
-
-
-def _relative_errors(windows: Sequence[_Sums]) -> dict[int, list[list[float]]]:
-    """Return the errors over all windows by layer, KV head and factor."""
-    found = {}
-    for layer in sorted({layer for sums in windows for layer in sums}):
-        parts = [sums[layer] for sums in windows if layer in sums]
-        error, size = (sum(column) for column in zip(*parts, strict=True))
-        found[layer] = (error / size).T.tolist()
-    return found
 
 
 @contextlib.contextmanager
@@ -291,24 +275,12 @@ def _sizes_of_residuals(model: nn.Module) -> Iterator[dict[int, Tensor]]:
             size = entering.float().square().sum()
             sizes.update((id(x), size) for x in module.children() if id(x) in attention)
 
-    hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True)
-        for module in model.modules()
-        if any(id(child) in attention for child in module.children())
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if any(id(child) in attention for child in module.children()):
+                hook = module.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
         yield sizes
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _output_projection(module: nn.Module, columns: int) -> Tensor | None:
-    """Return the weights [any, columns] of the last linear layer that takes all heads, if any."""
-    weights = [child.weight for child in module.children() if isinstance(child, nn.Linear)]
-    # Packed weights of quantised models have other shapes or dtypes.
-    fits = weights and weights[-1].shape[1] == columns and weights[-1].is_floating_point()
-    return weights[-1] if fits else None
 
 
 def _squares(difference: Tensor, gram: Tensor) -> Tensor:
@@ -318,51 +290,32 @@ def _squares(difference: Tensor, gram: Tensor) -> Tensor:
     return ((rows.transpose(1, 2) @ rows) * gram).sum((1, 2), dtype=torch.float64)
 
 
-def _multiplied(layer: PrefillConfig, factor: int) -> str:
-    """Return the settings of a layer with larger sets, which errors do not widen."""
-    local, heavy = factor * layer.local_window, factor * layer.heavy_budget
-    fields = f"local_window={local},heavy_budget={heavy},error_rows=0"
-    text: str = layer.native.with_fields(fields).to_string()
-    return text
-
-
 def _spend(
     budget: float, errors: dict[int, list[list[float]]], config: PrefillConfig, context: int
-) -> dict[int, list[int]]:
-    """Choose a factor for each KV head by layer, for at most `budget` query-key products more.
+) -> dict[tuple[int, int], int]:
+    """Choose a factor for each layer and KV head, for at most `budget` query-key products more.
 
     Greedily: next comes the head and factor with the largest fall of the error for each product.
     """
-    chosen = {(layer, head): 0 for layer, row in errors.items() for head in range(len(row))}
-
-    def products(layer: int, head: int) -> list[int]:
-        budget = config.local_window + config.heavy_budget
-        keys = config.factor_of_head(head, layer) * budget
-        sets = (config.sink_tokens + factor * keys for factor in FACTORS)
-        return [memory_dot_products(context, config.chunk_size, size) for size in sets]
-
-    costs = {head: products(*head) for head in chosen}
+    budget_of_head = config.local_window + config.heavy_budget
+    costs = {}
+    for layer, heads in errors.items():
+        for head in range(len(heads)):
+            keys = config.factor_of_head(head, layer) * budget_of_head
+            sizes = [config.sink_tokens + factor * keys for factor in FACTORS]
+            products = [memory_dot_products(context, config.chunk_size, size) for size in sizes]
+            costs[layer, head] = products
+    chosen = dict.fromkeys(costs, 0)
 
     def steps() -> Iterator[tuple[float, int, tuple[int, int], int]]:
-        for (layer, head), level in chosen.items():
-            error, cost = errors[layer][head], costs[layer, head]
+        for place, level in chosen.items():
+            error, cost = errors[place[0]][place[1]], costs[place]
             for larger in range(level + 1, len(FACTORS)):
                 added, fall = cost[larger] - cost[level], error[level] - error[larger]
                 if 0 < added <= budget and fall > 0:
-                    yield fall / added, added, (layer, head), larger
+                    yield fall / added, added, place, larger
 
     while (best := max(steps(), default=None)) is not None:
-        _, added, head, chosen[head] = best
+        _, added, place, chosen[place] = best
         budget -= added
-    return {
-        layer: [FACTORS[chosen[layer, head]] for head in range(len(row))]
-        for layer, row in errors.items()
-    }
-
-
-def _with_factors(config: PrefillConfig, factors: dict[tuple[int, int], int]) -> PrefillConfig:
-    """Return settings with some heads wider than before."""
-    wide = {x[:-1]: x[-1] for x in config.wide}
-    for (layer, head), factor in factors.items():
-        wide[layer, head] = config.factor_of_head(head, layer) * factor
-    return config.replace(wide=tuple((*place, wide[place]) for place in sorted(wide)))
+    return {place: FACTORS[level] for place, level in chosen.items()}

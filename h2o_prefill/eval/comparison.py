@@ -14,8 +14,8 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.runs import check_chunks
-from h2o_prefill.eval.scores import WindowScores, format_change, relative_difference, score_window
+from h2o_prefill.eval.runs import check_chunks, check_counts
+from h2o_prefill.eval.scores import format_change, relative_difference, score_window
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,
@@ -27,6 +27,7 @@ from h2o_prefill.generation.runs import (
     settings_for,
 )
 from h2o_prefill.generation.text import encode
+from h2o_prefill.profile import settings_name
 
 # What a tokenizer returns for a text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -52,10 +53,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A prompt by the model's own attention, by `exact` and by other settings, in this order.
-
-    `str` gives a table.
-    """
+    """A prompt by the model's own attention, by `exact` and by other settings. `str` is a table."""
 
     tokens: int  # of the prompt
     runs: tuple[ComparedRun, ...]
@@ -109,8 +107,7 @@ def compare(
     tokenizer : optional
         The model's, as for `enable`. Without it, answers are token ids.
     config : PrefillConfig or str, optional
-        The last settings, as `enable` takes them. Default: those of the model if it is enabled, or
-        those that `enable` would take.
+        The last settings. Default: the model's if it is enabled, or what `enable` would take.
     max_new_tokens : int
         Tokens of the answers.
     repeats : int
@@ -135,9 +132,8 @@ def compare(
     --------
     >>> print(compare(model, inputs, tokenizer=tokenizer))
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    check_counts("max_new_tokens", max_new_tokens)
+    check_counts("repeats", repeats)
     from h2o_prefill.hf.enable import paused
 
     with paused(model) as handle, torch.no_grad(), eval_mode(model):
@@ -148,7 +144,8 @@ def compare(
         forward = PromptForward(model)
         step = count_steps(on_progress, len(modes) * (repeats + 2))
         own: PromptLogits | None = None
-        scores: dict[str, WindowScores] = {}
+        # Mean KL, change of perplexity and its error; none of the first run.
+        changes: dict[str, tuple[float, float, float]] = {}
         answers: dict[str, str] = {}
         for name, (_, mode) in modes.items():
             with mode():
@@ -156,12 +153,19 @@ def compare(
                 logits, _ = forward(input_ids)
                 step(f"answer, {name}")
                 made = generate_greedily(model, input_ids, max_new_tokens)
-            answers[name] = _text(tokenizer, made[0, tokens:])
+            ids = made[0, tokens:]
+            if tokenizer is None:
+                answers[name] = " ".join(map(str, ids.tolist()))
+            else:
+                answers[name] = str(tokenizer.decode(ids, skip_special_tokens=True))
             if own is None:
                 own = logits
+                changes[name] = 0.0, 0.0, 0.0
             else:
-                scores[name] = score_window(own, logits, input_ids[0], range(tokens - 1))
-                scores[name].check_finite("the prompt")
+                scores = score_window(own, logits, input_ids[0], range(tokens - 1))
+                scores.check_finite("the prompt")
+                nll = scores.dense_nll.unsqueeze(0), scores.sparse_nll.unsqueeze(0)
+                changes[name] = scores.kl.double().mean().item(), *relative_difference(*nll)
             del logits  # before the next ones are made
         seconds: dict[str, list[float]] = {name: [] for name in modes}
         for _ in range(repeats):
@@ -172,25 +176,12 @@ def compare(
         step("done")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     first = next(iter(medians.values()))
-
-    def result(name: str, settings: PrefillConfig | None) -> ComparedRun:
-        kl, change = 0.0, (0.0, 0.0)
-        if name in scores:
-            kl = scores[name].kl.double().mean().item()
-            dense, sparse = (x.unsqueeze(0) for x in scores[name][:2])
-            change = relative_difference(dense, sparse)
-        return ComparedRun(
-            name,
-            "" if settings is None else settings.to_string(),
-            medians[name],
-            tuple(seconds[name]),
-            first / medians[name],
-            kl,
-            *change,
-            answers[name],
-        )
-
-    return Comparison(tokens, tuple(result(name, mode[0]) for name, mode in modes.items()))
+    runs = []
+    for name, (settings, _) in modes.items():
+        text = "" if settings is None else settings.to_string()
+        times = medians[name], tuple(seconds[name]), first / medians[name]
+        runs.append(ComparedRun(name, text, *times, *changes[name], answers[name]))
+    return Comparison(tokens, tuple(runs))
 
 
 _Mode = tuple[PrefillConfig | None, Callable[[], AbstractContextManager[Any]]]
@@ -200,8 +191,6 @@ def _modes(
     model: Any, handle: Any, config: PrefillConfig | str | None, tokenizer: Any, tokens: int
 ) -> dict[str, _Mode]:
     """Return the settings to compare by name, and what switches the model over to them."""
-    from h2o_prefill.profile import settings_name
-
     as_enabled = handle is not None and config is None
     chosen = handle.config if as_enabled else settings_for(model, config)
     check_chunks(chosen, tokens, "the prompt")
@@ -248,9 +237,3 @@ def _read_prompt(inputs: Any, tokenizer: Any) -> Tensor:
         return prompt_ids(torch.as_tensor(inputs))
     except (TypeError, RuntimeError):
         raise ValueError(f"inputs must be token ids or a text, got {inputs!r:.40}") from None
-
-
-def _text(tokenizer: Any, ids: Tensor) -> str:
-    if tokenizer is None:
-        return " ".join(map(str, ids.tolist()))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))

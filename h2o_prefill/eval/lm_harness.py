@@ -3,9 +3,8 @@
     python -m h2o_prefill.eval.lm_harness run --model h2o_prefill \
         --model_args pretrained=smollm2-135m,settings=recommended --tasks lambada_openai
 
-This is `lm_eval` with one model more. In Python `simple_evaluate(model=HFLM(model))` takes a model
-that is enabled. Packages do not register models with lm_eval by themselves, which is why it is
-started here.
+This is `lm_eval` with one model more; it does not look for models of other packages by itself. In
+Python `simple_evaluate(model=HFLM(model))` takes a model that is enabled.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ class PrefillLM(HFLM):
     pretrained : str
         As `load_model` takes it: "smollm2-135m", a folder, a .gguf file or an id of the hub.
     settings : str, optional
-        As `enable` takes them: a preset, "exact" for the lossless baseline. Default: the profile of
-        the model, if there is one, or the preset "recommended". Fields may follow as arguments of
-        their own: `settings=recommended,local_window=256`.
+        As `enable` takes them. Fields may follow as arguments of their own:
+        `settings=recommended,local_window=256`.
     dtype : str
         "float32", "bfloat16" or "float16".
     **options

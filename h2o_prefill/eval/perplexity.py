@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.runs import check_chunks, count_kv_heads, count_layers
+from h2o_prefill.eval.runs import check_chunks, count_heads
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
@@ -28,6 +28,7 @@ from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.selection import SelectionRule, Selector
+from h2o_prefill.vocabulary import text_for
 
 # Bins of a chunk in the curves.
 _BINS_PER_CHUNK = 16
@@ -136,10 +137,9 @@ def evaluate_perplexity(
     model : nn.Module or str
         A causal language model with dense attention, or a name that `load_model` knows.
     dataset : Tensor, sequence of int, Corpus or str
-        Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
-        tokenizer.
+        Tokens; or a text, or the name of one that `load_text` knows, which need a tokenizer.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run, as `enable` takes them. Default: what `enable` takes.
+        Settings of the sparse run. Default: what `enable` takes.
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int
@@ -147,12 +147,11 @@ def evaluate_perplexity(
     windows : str
         A slice "begin:end" of the windows.
     protocol : {"gptq", "llamacpp"}
-        Which tokens are scored: all but the first of a window, or its second half.
-        "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
-        one.
+        Which tokens are scored: all but the first of a window, or its second half. "llamacpp" also
+        puts BOS first in each window, if the tokenizer adds it.
     key_tokens : bool
-        Whether to measure also on the tokens that need the long context (LongPPL), which takes
-        dense runs of 2,048 tokens: about as long as the window again.
+        Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
+        tokens, which take about as long as the window again.
     select : callable, optional
         A selection rule for the sparse run, as `enable` takes it.
     on_progress : callable, optional
@@ -166,8 +165,7 @@ def evaluate_perplexity(
     Raises
     ------
     ValueError
-        If a window is shorter than two chunks, the text is too short for the windows, an argument
-        is out of its range, or the model already runs sparsely.
+        If an argument is out of its range, or the model already runs sparsely.
     ArithmeticError
         If a run gives logits that are not finite.
     """
@@ -183,29 +181,23 @@ def evaluate_perplexity(
     return result
 
 
+@dataclass
 class PairedRuns:
     """Dense and sparse runs of a model over the same windows."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        selected: range,
-        batches: Tensor,
-        protocol: str,
-        *,
-        keep_dense: bool = False,
-        key_tokens: bool = False,
-    ) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._forward = PromptForward(model)
-        self._device = next(model.parameters()).device
-        self._selected, self._batches = selected, batches
-        self._protocol = protocol
-        self._rows = scored_rows(protocol, batches.shape[1])
-        self._key_tokens = key_tokens
-        # For several evaluations: rows on the CPU, and seconds, by window.
-        self._dense: dict[int, tuple[Tensor, float]] | None = {} if keep_dense else None
+    model: nn.Module
+    tokenizer: Any
+    selected: range  # the windows, and their tokens
+    batches: Tensor
+    protocol: str
+    keep_dense: bool = False  # for several evaluations
+    key_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        self._forward = PromptForward(self.model)
+        self._device = next(self.model.parameters()).device
+        self._rows = scored_rows(self.protocol, self.batches.shape[1])
+        self._dense: dict[int, tuple[Tensor, float]] = {}  # rows on the CPU, and seconds, by window
 
     def evaluate(
         self,
@@ -217,15 +209,14 @@ class PairedRuns:
 
         Before the short forwards that find key tokens, it gets "short".
         """
-        from h2o_prefill.vocabulary import text_for
-
-        scores: list[WindowScores] = []
+        windows: list[WindowScores] = []
         seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
         errors: list[dict[int, Tensor]] = []
         is_key: list[Tensor] = []
         selectors: list[Selector] = []
-        for number, index in enumerate(self._selected):
-            input_ids = self._batches[number].to(self._device)
+        options = {"tokenizer": self.tokenizer, "select": select}
+        for number, index in enumerate(self.selected):
+            input_ids = self.batches[number].to(self._device)
             logits: dict[str, PromptLogits] = {}
             # The two take turns in going first: what a first call costs must not fall on one alone.
             for name in ("dense", "sparse") if number % 2 == 0 else ("sparse", "dense"):
@@ -233,85 +224,34 @@ class PairedRuns:
                     logits[name], took = self._run_dense(index, input_ids, step)
                 else:
                     step(index, name)
-                    options = {"tokenizer": self._tokenizer, "select": select}
-                    with prefill_mode(self._model, config, **options) as handle:
+                    with prefill_mode(self.model, config, **options) as handle:
                         logits[name], took = self._forward(input_ids.unsqueeze(0))
                     errors.append(dict(handle.state.errors))
                     selectors += [] if select is None else [handle.state.select]
                 seconds[name].append(took)
-            scores.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
-            scores[-1].check_finite(f"window {index}")
-            if self._key_tokens:
+            windows.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
+            windows[-1].check_finite(f"window {index}")
+            if self.key_tokens:
                 step(index, "short")
-                nll = scores[-1].dense_nll
+                nll = windows[-1].dense_nll
                 is_key.append(find_key_tokens(self._forward, input_ids, nll, self._rows))
         flops = count_attention_flops(
-            self._batches,
+            self.batches,
             config,
-            count_layers(self._model),
-            count_kv_heads(self._model),
-            text_for(self._tokenizer, config),
+            *count_heads(self.model),
+            text_for(self.tokenizer, config),
             errors,
             float(sum(x.dot_products for x in selectors)) if selectors else None,
         )
-        rule = selectors[0].name if selectors else None
-        return self._result(config, rule, scores, seconds, flops, is_key)
-
-    def _run_dense(
-        self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
-    ) -> tuple[PromptLogits, float]:
-        if self._dense is not None and index in self._dense:
-            kept, seconds = self._dense[index]
-            return PromptLogits(kept.to(self._device), self._forward.head), seconds
-        step(index, "dense")
-        logits, seconds = self._forward(input_ids.unsqueeze(0))
-        if self._dense is not None:
-            self._dense[index] = logits.rows.cpu(), seconds
-        return logits, seconds
-
-    def _result(
-        self,
-        config: PrefillConfig,
-        rule: str | None,
-        scored: list[WindowScores],
-        seconds: dict[str, list[float]],
-        flops: AttentionFlops,
-        is_key: list[Tensor],
-    ) -> PerplexityResult:
-        """Summarise windows; `is_key` marks the rows of each that predict a key token, or none."""
-        scores = WindowScores(*map(torch.stack, zip(*scored, strict=True)))
+        scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))
         dense, sparse = scores.dense_nll, scores.sparse_nll
-        context, chunk_size = self._batches.shape[1], config.chunk_size
-        row = torch.arange(self._rows.start, self._rows.stop)
-
-        def run(nll: Tensor, times: list[float]) -> RunResult:
-            return RunResult(
-                ppl=perplexity(nll),
-                ppl_stderr=perplexity_error(nll),
-                ppl_by_chunk=binned_perplexity(nll, row // chunk_size, -(-context // chunk_size)),
-                ppl_by_window=[perplexity(window) for window in nll],
-                seconds=sum(times),
-                seconds_by_window=times,
-            )
-
-        def curve(position: Tensor, length: int) -> PositionCurve:
-            """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
-            width = max(1, chunk_size // _BINS_PER_CHUNK)
-            begin = list(range(0, length, width))
-            bins = position.div(width, rounding_mode="floor")
-            binned = (binned_perplexity(nll, bins, len(begin)) for nll in (dense, sparse))
-            return PositionCurve(begin, width, *binned)
-
-        keys = None
-        if is_key:
-            marked = torch.stack(is_key)
-            before, after = dense[marked], sparse[marked]
-            change = relative_difference(before.unsqueeze(0), after.unsqueeze(0))
-            keys = KeyTokens(len(before), perplexity(before), perplexity(after), *change)
         delta_percent, stderr_percent = relative_difference(dense, sparse)
+        context, chunk_size = self.batches.shape[1], config.chunk_size
+        row = torch.arange(self._rows.start, self._rows.stop)
+        row_of_chunk = torch.where(row >= chunk_size, row % chunk_size, -1)
         return PerplexityResult(
-            dense=run(dense, seconds["dense"]),
-            sparse=run(sparse, seconds["sparse"]),
+            dense=_run_result(dense, seconds["dense"], row, config, context),
+            sparse=_run_result(sparse, seconds["sparse"], row, config, context),
             delta_percent=delta_percent,
             stderr_percent=stderr_percent,
             kl_mean=scores.kl.double().mean().item(),
@@ -319,18 +259,57 @@ class PairedRuns:
             attention_flops_ratio=flops.ratio,
             widening=flops.widening,
             recalled_keys=flops.recalled_keys,
-            by_position=curve(row, context),
-            by_chunk_position=curve(
-                torch.where(row >= chunk_size, row % chunk_size, -1), chunk_size
-            ),
+            by_position=_curve(scores, row, context, chunk_size),
+            by_chunk_position=_curve(scores, row_of_chunk, chunk_size, chunk_size),
             config=config,
-            select=rule,
-            protocol=self._protocol,
+            select=selectors[0].name if selectors else None,
+            protocol=self.protocol,
             context=context,
-            windows=list(self._selected),
+            windows=list(self.selected),
             scored_tokens=dense.numel(),
-            key_tokens=keys,
+            key_tokens=_key_tokens(scores, torch.stack(is_key)) if is_key else None,
         )
+
+    def _run_dense(
+        self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
+    ) -> tuple[PromptLogits, float]:
+        if index in self._dense:
+            kept, seconds = self._dense[index]
+            return PromptLogits(kept.to(self._device), self._forward.head), seconds
+        step(index, "dense")
+        logits, seconds = self._forward(input_ids.unsqueeze(0))
+        if self.keep_dense:
+            self._dense[index] = logits.rows.cpu(), seconds
+        return logits, seconds
+
+
+def _run_result(
+    nll: Tensor, seconds: list[float], row: Tensor, config: PrefillConfig, context: int
+) -> RunResult:
+    chunks = -(-context // config.chunk_size)
+    return RunResult(
+        ppl=perplexity(nll),
+        ppl_stderr=perplexity_error(nll),
+        ppl_by_chunk=binned_perplexity(nll, row // config.chunk_size, chunks),
+        ppl_by_window=[perplexity(window) for window in nll],
+        seconds=sum(seconds),
+        seconds_by_window=seconds,
+    )
+
+
+def _curve(scores: WindowScores, position: Tensor, length: int, chunk_size: int) -> PositionCurve:
+    """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
+    width = max(1, chunk_size // _BINS_PER_CHUNK)
+    begin = list(range(0, length, width))
+    bins = position.div(width, rounding_mode="floor")
+    binned = (binned_perplexity(nll, bins, len(begin)) for nll in scores[:2])
+    return PositionCurve(begin, width, *binned)
+
+
+def _key_tokens(scores: WindowScores, marked: Tensor) -> KeyTokens:
+    dense, sparse = scores.dense_nll[marked], scores.sparse_nll[marked]
+    change = relative_difference(dense.unsqueeze(0), sparse.unsqueeze(0))
+    return KeyTokens(len(dense), perplexity(dense), perplexity(sparse), *change)
 
 
 def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import FIELDS, short_value, varied_settings
+from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, short_value, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
@@ -29,9 +31,6 @@ from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import SelectionRule
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 File = str | os.PathLike[str]
 Style = dict[str, Any]
@@ -45,11 +44,9 @@ SPARSE: Style = {"color": "#D55E00", "marker": "D"}
 THIRD: Style = {"color": "#009E73", "marker": "^"}
 OTHER: Style = {"color": "0.45", "marker": "s", "linestyle": ":"}
 
-# The background of a map shows where there is no value.
-_MAP: Style = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
+# The background of a map, where there is no value.
 _ABSENT = "0.88"
 _MAX_COLUMNS = 1024
-_LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
 
 def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
@@ -114,10 +111,10 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
     """Draw the perplexity of each setting above dense against its attention flops.
 
     Of several texts both are means, with the standard error of the difference as the bar. A line
-    joins the settings that no other one beats in both; these are numbered, and described above by
-    the closest preset; presets have their names. Where every combination of some L and H is there
-    on one text, and nothing else varies, a heat map of the mean KL is drawn instead. Takes a table
-    of `run_ablation`.
+    joins the settings that no other one beats in both. These and presets are numbered, and named
+    above: as a preset, or by the changes to the closest one. Where every combination of some L and
+    H is there on one text, and nothing else varies, a heat map of the mean KL is drawn instead.
+    Takes a table of `run_ablation`.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
@@ -137,74 +134,55 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
     cells = frame.assign(flops=100 / frame["attention_flops_ratio"])
-    points = cells.groupby([*FIELDS, "select"], sort=False, dropna=False).agg(
+    points = cells.groupby([*FIELDS, "select"], sort=False, dropna=False, as_index=False).agg(
         flops=("flops", "mean"),
         loss=("delta_percent", "mean"),
         error=("stderr_percent", lambda errors: math.hypot(*errors) / len(errors)),
         texts=("flops", "size"),
         preset=("preset", "first"),
     )
-    points = points.reset_index()
     axes.axhline(0, color=DENSE["color"], label="dense")
     style: Style = {"color": SPARSE["color"], "markersize": 4, "elinewidth": 0.8}
     label = "sparse" if texts == 1 else f"sparse, mean of {texts} texts"
     axes.errorbar(points["flops"], points["loss"], points["error"], fmt="o", label=label, **style)
     best = front(points)
     axes.plot(best["flops"], best["loss"], color="0.5", lw=0.8, zorder=0)
-    middle = points["flops"].agg(["min", "max"]).mean()
-    described: list[str] = []
-    labels: dict[Any, str] = {}
-    for i, point in points.iterrows():
-        missing = "" if point["texts"] == texts else f" ({point['texts']} of {texts} texts)"
-        if isinstance(point["preset"], str):
-            labels[i] = point["preset"] + missing
-        elif i in best.index:
-            labels[i] = f"setting {len(described) + 1}"
-            described.append(f"{labels[i]}: {_describe(point)}{missing}")
-        else:
-            continue
-        # Inside the figure, and not on the line of dense.
-        right, below = point["flops"] > middle, point["loss"] < 0
-        axes.annotate(
-            labels[i].removeprefix("setting "),
-            (point["flops"], point["loss"]),
-            xytext=(-5 if right else 5, -3 if below else 3),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right" if right else "left",
-            va="top" if below else "bottom",
-        )
-    axes.set_title("\n".join(described), fontsize=7.5, loc="left")
+    names = points["preset"].fillna(best.apply(_describe, axis=1))
+    missing = points["texts"].map(lambda n: "" if n == texts else f" ({n} of {texts} texts)")
+    named = points.assign(name=names + missing).dropna(subset="name")
+    for number, (flops, loss) in enumerate(zip(named["flops"], named["loss"], strict=True), 1):
+        # Not on the line of dense.
+        place, side = ((5, -3), "top") if loss < 0 else ((5, 3), "bottom")
+        options: Style = {"textcoords": "offset points", "fontsize": 8, "va": side}
+        axes.annotate(str(number), (flops, loss), xytext=place, **options)
+    described = "\n".join(f"{number}: {name}" for number, name in enumerate(named["name"], 1))
+    axes.set_title(described, fontsize=7.5, loc="left")
     axes.set(xlabel="attention flops (% of dense)", ylabel="perplexity above dense (%)")
     open_axes(axes, legend=True)
     last = best.iloc[-1]
-    finding = f"Least loss: {labels[last.name]}, {last['loss']:+.2f} %"
+    finding = f"Least loss: {named['name'][last.name]}, {last['loss']:+.2f} %"
     return f"{finding} for {last['flops']:.0f} % of the flops"
 
 
 def _draw_grid(axes: Axes, rows: pd.DataFrame) -> str:
-    names = ("kl_mean", "delta_percent", "attention_flops_ratio", "preset")
-    kl, loss, ratio, presets = (
-        rows.pivot(index="heavy_budget", columns="local_window", values=name).to_numpy()
-        for name in names
-    )
-    coloured = np.maximum(kl.astype(float), 1e-9)  # 0 has no logarithm
-    axes.imshow(coloured, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")
-    shares = 100 / ratio.astype(float)
-
-    def describe(row: int, column: int, value: float) -> str:
-        preset = f"{presets[row, column]}\n" if isinstance(presets[row, column], str) else ""
-        share = f"{shares[row, column]:.0f} % flops"
-        return f"{preset}{loss[row, column]:+.2f} %\n{value:.4f}\n{share}"
-
-    _write_cells(axes, kl, coloured > coloured.min() ** 0.4 * coloured.max() ** 0.6, describe)
-    windows, budgets = (sorted(rows[name].unique()) for name in ("local_window", "heavy_budget"))
+    rows = rows.assign(share=100 / rows["attention_flops_ratio"])
+    form = "{delta_percent:+.2f} %\n{kl_mean:.4f}\n{share:.0f} % flops"
+    texts = pd.Series([form.format_map(row) for row in rows.to_dict("records")], rows.index)
+    rows["text"] = (rows["preset"] + "\n").fillna("") + texts
+    cells = rows.pivot(index="heavy_budget", columns="local_window")
+    color = np.maximum(cells["kl_mean"].to_numpy(), 1e-9)  # 0 has no logarithm
+    axes.imshow(color, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")
+    _write_cells(axes, cells["text"], color > color.min() ** 0.4 * color.max() ** 0.6)
+    budgets, windows = cells["kl_mean"].axes
     axes.set_xticks(range(len(windows)), map(str, windows))
     axes.set_yticks(range(len(budgets)), map(str, budgets))
     axes.set(xlabel="local window L (tokens)", ylabel="heavy budget H (tokens)")
     cell = "a cell: perplexity above dense; mean KL, nats (colour); attention flops of dense"
     axes.set_title(cell, fontsize=8)
-    ends = (f"KL {kl[i, i]:.4f} for {shares[i, i]:.0f} % of the flops" for i in (0, -1))
+    ordered = rows.sort_values(["heavy_budget", "local_window"]).iloc[[0, -1]]
+    ends = (
+        f"KL {row.kl_mean:.4f} for {row.share:.0f} % of the flops" for row in ordered.itertuples()
+    )
     return "Smallest sets: {}; largest: {}".format(*ends)
 
 
@@ -218,9 +196,10 @@ def _describe(row: pd.Series[Any]) -> str:
     """Return the closest preset with its changes; without recall its fields have no effect."""
     texts = []
     for preset, config in PRESETS.items():
-        changed = [n for n in FIELDS if short_value(row[n]) != short_value(getattr(config, n))]
+        known = row[FIELDS].dropna().map(short_value)
+        changed = [n for n in known.index if known[n] != short_value(getattr(config, n))]
         shown = [n for n in changed if row["recall"] or not n.startswith("recall_")]
-        changes = (f"{_LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
+        changes = (f"{LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
         texts.append(" ".join([preset, *changes]))
     return min(texts, key=len)
 
@@ -271,20 +250,19 @@ def plot_memory_profile(frame: pd.DataFrame, path: File, title: str = "") -> Fig
 
 def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figure:
     """Draw the mean score as a map: tasks and depths by prefill and length."""
-    import pandas as pd
-
     runs = [DENSE_RUN, *result.variants]
     frame = pd.DataFrame(
         {"task": o.task, "length": o.length, "depth": o.depth, **o.scores} for o in result.outcomes
     )
     scores = frame.pivot_table(runs, ["task", "depth"], "length", sort=False)[runs]
     rows, columns = scores.shape
-    figure, (axes,) = new_figure(2.5 + 0.9 * columns, 2.2 + 0.3 * rows)
-    axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    cells = scores.to_numpy()
-    _write_cells(axes, cells, cells <= 0.5, lambda row, column, value: f"{value:.2g}")
     # Settings of many heads would not fit.
     shown = {run: run if len(run) <= 16 else f"{run[:15]}…" for run in runs}
+    width = max(0.9, 0.08 * max(map(len, shown.values())))
+    figure, (axes,) = new_figure(2.5 + width * columns, 2.2 + 0.3 * rows)
+    axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    texts = scores.map(lambda score: "" if math.isnan(score) else f"{score:.2g}")
+    _write_cells(axes, texts, scores.to_numpy() <= 0.5)
     names = [f"{length:,}\n{shown[run]}" for run, length in scores.columns]
     axes.set_xticks(range(columns), names, fontsize=8)
     axes.set_yticks(range(rows), [f"{task}, {depth:g} %" for task, depth in scores.index])
@@ -299,16 +277,14 @@ def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figu
 
 def plot_calibration(result: HeadCalibration, path: File, title: str) -> Figure:
     """Draw the error of every layer and KV head, and the factors chosen."""
-    import pandas as pd
-
     alone = {layer: [head[0] for head in heads] for layer, heads in result.errors.items()}
     error = 1e6 * pd.DataFrame.from_dict(alone, orient="index")
     factor = pd.DataFrame.from_dict(result.factors, orient="index").astype(float)
-    figure, (left, right) = new_figure(9.6, _map_height(error), 2)
-    _head_map(left, error, "error (millionths of the residual)", vmin=0)
-    _head_map(right, factor, "factor of L and H (times)", vmin=1, vmax=FACTORS[-1])
-    for axes in (left, right):
-        axes.set_xlabel("KV head")
+    figure = _head_maps(
+        (error, "error (millionths of the residual)", {"vmin": 0}),
+        (factor, "factor of L and H (times)", {"vmin": 1, "vmax": FACTORS[-1]}),
+        head="KV head",
+    )
     finding = f"{len(result.chosen)} of {factor.count().sum()} KV heads get larger sets"
     if result.error_before:
         finding += f": error {100 * (result.error_after / result.error_before - 1):+.0f} %"
@@ -336,16 +312,10 @@ def visualize_attention_patterns(
 
     Parameters
     ----------
-    output_dir : path
-        Folder for the figures, created if necessary.
-    figure_format : str
-        "png", "svg" or "pdf".
+    output_dir, figure_format : path, str
+        Folder for the figures, created if necessary, and "png", "svg" or "pdf".
     title : str
         Description of the run, for the figures.
-
-    Returns
-    -------
-    AttentionMeasures
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -368,34 +338,32 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
     ends, window = measures.chunk_ends, measures.config.local_window
     share = measures.head_share(len(ends) - 1)
     figure, (axes,) = new_figure(9.6, _map_height(share))
-    shown = adaptive_avg_pool1d(share, min(ends[-1], _MAX_COLUMNS)).numpy()
+    local = "; black at the end: local window" if window else ""
+    label = f"position (tokens); dotted: chunks{local}"
+    columns = adaptive_avg_pool1d(share, min(ends[-1], _MAX_COLUMNS)).numpy()
     extent = (0, ends[-1], -0.5, len(share) - 0.5)
-    image = axes.imshow(shown, extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
+    image = _draw_map(axes, columns, measures.layers, label, cmap="magma_r", extent=extent, vmax=1)
     for boundary in ends[:-1]:
         axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
-    local = "; black at the end: local window" if window else ""
-    axes.set_xlabel(f"position (tokens); dotted: chunks{local}")
-    _name_layers(axes, measures.layers)
     figure.colorbar(image, ax=axes, label="share of KV heads that hold it", aspect=30)
     earlier = share[:, : max(0, ends[-1] - window)]
-    mean = _number(100 * earlier[earlier > 0].mean().item(), ".0f")
-    finding = f"A key that a layer still holds at the end is held by {mean} % of its KV heads"
+    mean = _percent(earlier[earlier > 0].mean())
+    finding = f"A key that a layer still holds at the end is held by {mean} of its KV heads"
     return save_figure(figure, path, finding, title)
 
 
 def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
     """Draw the error and the recalled softmax mass of every layer and query head."""
-    import pandas as pd
-
-    layers = list(measures.layers)
     error, seen = (
-        pd.DataFrame(100 * values.numpy(), index=layers)
+        pd.DataFrame(100 * values.numpy(), index=measures.layers)
         for values in (measures.l1_error, measures.mass_recall)
     )
-    figure, (left, right) = new_figure(9.6, _map_height(error), 2)
     # Dark is worse in both maps.
-    _head_map(left, error, "relative L1 error of the output (%)", vmin=0)
-    _head_map(right, seen, "dense softmax mass on visible keys (%)", "YlOrRd_r", vmax=100)
+    figure = _head_maps(
+        (error, "relative L1 error of the output (%)", {"vmin": 0}),
+        (seen, "dense softmax mass on visible keys (%)", {"cmap": "YlOrRd_r", "vmax": 100}),
+        head="query head",
+    )
     layer, head = error.stack().idxmax()
     finding = f"Head {head} of layer {layer} errs most, by {error.loc[layer, head]:.1f} %"
     return save_figure(figure, path, f"{finding}; the mean is {np.nanmean(error):.1f} %", title)
@@ -405,23 +373,19 @@ def plot_stability(measures: AttentionMeasures, path: File, title: str) -> Figur
     """Draw Jaccard indices of heavy hitters: of following chunks by layer, and of two layers."""
     by_chunk, pairs = measures.heavy_jaccard.nanmean(-1).T, measures.heavy_jaccard_of_layers
     figure, (left, right) = new_figure(9.6, _map_height(pairs), 2)
-    for axes, values, what, label in (
-        (left, by_chunk, "a chunk and the one before it", "chunk"),
-        (right, pairs, "two layers, after the last chunk", "layer"),
-    ):
-        image = axes.imshow(values.numpy(), cmap="viridis", vmin=0, vmax=1, **_MAP)
-        axes.set_facecolor(_ABSENT)
-        axes.set_title(what, fontsize=9)
-        axes.set_xlabel(label)
-        _name_layers(axes, measures.layers)
+    scale: Style = {"cmap": "viridis", "vmax": 1}
+    _draw_map(
+        left, by_chunk.numpy(), measures.layers, "chunk", "a chunk and the one before it", **scale
+    )
+    what = "two layers, after the last chunk"
+    image = _draw_map(right, pairs.numpy(), measures.layers, "layer", what, **scale)
     left.set_xticks(range(by_chunk.shape[1]), map(str, range(1, by_chunk.shape[1] + 1)))
     right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
     label = "heavy hitters in common (Jaccard index)"
     figure.colorbar(image, ax=[left, right], label=label, aspect=40)
     others = pairs[~torch.eye(len(pairs), dtype=torch.bool)]
-    means = measures.heavy_jaccard.nanmean().item(), others.nanmean().item()
-    chunk, layer = (_number(100 * mean, ".0f") for mean in means)
-    finding = f"Following chunks share {chunk} % of their heavy hitters, two layers {layer} %"
+    chunk, layer = (_percent(each.nanmean()) for each in (measures.heavy_jaccard, others))
+    finding = f"Following chunks share {chunk} of their heavy hitters, two layers {layer}"
     return save_figure(figure, path, finding, title)
 
 
@@ -433,9 +397,9 @@ def plot_attention(measures: AttentionMeasures, path: File, title: str) -> Figur
     end = measures.chunk_ends[-1]
     for row, axes in zip(rows, panels, strict=True):
         share = measures.pattern[:, row].nanmean(1).numpy()
-        style = {**_MAP, "origin": "upper", "extent": (0, end, end, 0)}
-        scale = LogNorm(1e-4, 1, clip=True)
-        image = axes.imshow(np.ma.masked_equal(share, 0), cmap="magma_r", norm=scale, **style)
+        norm, extent = LogNorm(1e-4, 1, clip=True), (0.0, end, end, 0.0)
+        shown = np.ma.masked_equal(share, 0)
+        image = axes.imshow(shown, "magma_r", norm, interpolation="nearest", extent=extent)
         axes.set_facecolor(_ABSENT)
         axes.set_title(f"layer {measures.layers[row]}", fontsize=9)
         axes.set(xlabel="key (tokens)", ylabel="query (tokens)")
@@ -446,39 +410,42 @@ def plot_attention(measures: AttentionMeasures, path: File, title: str) -> Figur
     return save_figure(figure, path, finding, title)
 
 
-def _head_map(
-    axes: Axes, values: pd.DataFrame, what: str, cmap: str = "YlOrRd", **limits: Any
-) -> None:
-    """Draw a table of layers and heads."""
-    image = axes.imshow(values, cmap=cmap, **limits, **_MAP)
+def _draw_map(
+    axes: Axes, values: Any, layers: Sequence[int], label: str, title: str = "", **style: Any
+) -> AxesImage:
+    """Draw rows of values, one for each layer; grey shows where there is none."""
+    usual: Style = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "vmin": 0}
+    image = axes.imshow(values, **(usual | style))
     axes.set_facecolor(_ABSENT)
-    axes.set_title(what, fontsize=9)
-    axes.set_xlabel("query head")
-    axes.locator_params(axis="x", integer=True)
-    _name_layers(axes, list(values.index))
-    axes.figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
+    axes.set_title(title, fontsize=9)
+    # At most 16 layers have their names.
+    step = next(n for n in (1, 2, 5, 10, 20, 50, len(layers)) if len(layers) <= 16 * n)
+    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axes.set(xlabel=label, ylabel="layer")
+    return image
 
 
-def _write_cells(
-    axes: Axes, values: Any, dark: Any, text: Callable[[int, int, float], str]
-) -> None:
+def _head_maps(*maps: tuple[pd.DataFrame, str, Style], head: str) -> Figure:
+    """Draw tables of layers and heads side by side, each with a title and the style of its map."""
+    figure, panels = new_figure(9.6, _map_height(maps[0][0]), len(maps))
+    for axes, (values, title, style) in zip(panels, maps, strict=True):
+        style = {"cmap": "YlOrRd", "vmin": None, **style}
+        image = _draw_map(axes, values, list(values.index), head, title, **style)
+        axes.locator_params(axis="x", integer=True)
+        figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
+    return figure
+
+
+def _write_cells(axes: Axes, texts: pd.DataFrame, dark: Any) -> None:
     """Write a text into each cell of a map, white where it is dark."""
-    for (row, column), value in np.ndenumerate(values):
+    for (row, column), text in np.ndenumerate(texts.to_numpy()):
         color = "white" if dark[row, column] else "black"
-        said = text(row, column, value)
-        axes.text(column, row, said, ha="center", va="center", color=color, fontsize=8)
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
 
 
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else f"{value:{form}}"
+def _percent(share: Tensor) -> str:
+    return f"{100 * share:.0f} %" if share == share else "- %"
 
 
 def _map_height(layers: Sized) -> float:
     return 1.8 + min(9.0, max(2.0, 0.17 * len(layers)))
-
-
-def _name_layers(axes: Axes, layers: Sequence[int]) -> None:
-    """Name the rows of a map, at most 16 of them."""
-    step = next(n for n in (1, 2, 5, 10, 20, 50, len(layers)) if len(layers) <= 16 * n)
-    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set_ylabel("layer")

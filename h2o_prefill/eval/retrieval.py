@@ -25,7 +25,7 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.runs import check_chunks, check_model, chosen_variants, with_dense
+from h2o_prefill.eval.runs import check_chunks, check_model
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -42,8 +42,11 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     generate_greedily,
     prefill_mode,
+    settings_for,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
+from h2o_prefill.presets import PRESETS
+from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -92,23 +95,18 @@ class KeptOutcomes:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).expanduser()
-        self._found: dict[str, PromptOutcome] = {}
+        self.found: dict[str, PromptOutcome] = {}  # by key
         held = self._path.read_bytes() if self._path.exists() else b""
         try:
             lines = whole_lines(held, b'{"key": ')
             for line in lines.splitlines():
                 fields = json.loads(line)
-                key = fields.pop("key")
-                fields["answers"] = tuple(fields["answers"])
-                self._found[key] = PromptOutcome(**fields)
+                key, answers = fields.pop("key"), tuple(fields.pop("answers"))
+                self.found[key] = PromptOutcome(answers=answers, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} must hold outcomes of this command alone") from error
         with self._path.open("ab") as file:
             file.truncate(len(lines))
-
-    def get(self, key: str) -> PromptOutcome | None:
-        """Return the outcome of a key, if there is one."""
-        return self._found.get(key)
 
     def add(self, key: str, outcome: PromptOutcome) -> None:
         """Write an outcome."""
@@ -139,7 +137,7 @@ def evaluate_retrieval(
     and answered greedily; decoding is dense over the whole cache. The tasks have the form of RULER
     (NVIDIA/RULER); the score of an answer is the share of the expected strings in it. The
     log-probability of the expected answer, with dense attention after the same prefill, also tells
-    prompts apart of which the greedy answers are equal.
+    prompts apart whose greedy answers are equal.
 
     Parameters
     ----------
@@ -150,8 +148,7 @@ def evaluate_retrieval(
     variants : mapping of str to PrefillConfig, optional
         Names and settings of the sparse runs. Default: what `enable` takes.
     tokenizer : optional
-        The model's; needed unless the model is a name. If it has a chat template, prompts are
-        formatted with it.
+        The model's; needed unless the model is a name. A chat template formats the prompts.
     tasks : sequence of str
         Of "single", "multi_key" and "multi_value".
     lengths : sequence of int
@@ -165,37 +162,33 @@ def evaluate_retrieval(
     seed : int
         Random seed; the same seed gives the same prompts.
     select : callable, optional
-        A selection rule for the sparse runs, as `enable` takes it. Prompts that are done are known
-        by its name.
+        A selection rule for the sparse runs, as `enable` takes it. Its name is part of what `kept`
+        knows prompts by.
     kept : KeptOutcomes, optional
-        A file of prompts that are done, which are not asked again, and in which others are written
-        as they finish.
+        A file of finished prompts, which are not asked again; others are added as they finish.
     cluster : ModelCluster, optional
         Workers that answer the prompts, of the same model. Default: this process.
     on_progress : callable, optional
-        Called with (answers done, number of answers, description of the next step), or with
-        prompts instead of answers where a cluster answers them.
-
-    Returns
-    -------
-    RetrievalResult
+        Called with (answers done, answers in all, what runs next); a cluster counts prompts.
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, the text is too short, or the model already runs
-        sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
     network, tokenizer = resolve_model(model, tokenizer)
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
-    chosen = chosen_variants(network, variants)
-    for name, config in chosen.items():
+    if variants is None:
+        config = settings_for(network, None)
+        variants = {settings_name(network, config): config}
+    if DENSE in variants:
+        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
+    for name, config in variants.items():
         check_chunks(config, min(lengths), f"lengths for variant {name!r}")
-    runs = with_dense(chosen)
+    # The baseline is lossless, and faster than the model's own attention.
+    runs = {DENSE: PRESETS["exact"], **variants}
     setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
     rule = None if select is None else Selector(select).name
     # Lengths that are too short for a task or too long for the text fail before the model runs.
@@ -203,13 +196,12 @@ def evaluate_retrieval(
         setup.build(tokenizer, (task, length, depths[0], 0))
 
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
-    found = {}
-    if kept is not None:
-        settings = {name: config.to_string() for name, config in runs.items()}
-        common = model_digest(network), digest(corpus.text), question, seed, settings
-        common += () if rule is None else (rule,)
-        keys = {cell: digest(*common, cell) for cell in cells}
-        found = {cell: done for cell in cells if (done := kept.get(keys[cell])) is not None}
+    settings = {name: config.to_string() for name, config in runs.items()}
+    common = model_digest(network), digest(corpus.text), question, seed, settings
+    common += () if rule is None else (rule,)
+    keys = {cell: digest(*common, cell) for cell in cells}
+    done = {} if kept is None else kept.found
+    found = {cell: done[key] for cell, key in keys.items() if key in done}
     pieces = {cell: cell for cell in cells if cell not in found}
     step = count_steps(on_progress, len(pieces) * (len(runs) if cluster is None else 1))
     held = LoadedModel(network, tokenizer, step)
@@ -222,7 +214,7 @@ def evaluate_retrieval(
     return RetrievalResult(
         outcomes=outcomes,
         summary=summarize_retrieval(outcomes, list(runs)),
-        variants=chosen,
+        variants=dict(variants),
         select=rule,
         question=question,
         prompts_per_cell=prompts_per_cell,
@@ -356,9 +348,9 @@ def summarize_retrieval(outcomes: Sequence[PromptOutcome], variants: Sequence[st
     Columns: `task`, `length`, `variant`; `prompts`, how many; `accuracy`, their mean score;
     `log_prob` of the answers, per token, mean of the prompts, nats; `log_prob_change`, its mean
     difference from dense, and `log_prob_stderr`, the standard error of these paired differences;
-    `dense_solved`, prompts of which the dense run found every answer; `kept`, the share of those of
-    which the variant found every answer too, NaN if there are none: a prompt that the model fails
-    with dense attention says nothing about the variant; `accuracy_interval` and `kept_interval`,
+    `dense_solved`, how many prompts the dense run solves, with every answer; `kept`, the share that
+    the variant solves of these, NaN if there are none: a prompt that the model fails with dense
+    attention says nothing about the variant; `accuracy_interval` and `kept_interval`,
     (lowest, highest) at 95 %.
     """
     import pandas as pd

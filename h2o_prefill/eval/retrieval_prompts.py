@@ -101,7 +101,8 @@ class Haystack:
 
     def __init__(self, text: str) -> None:
         self.lower = text.lower()
-        self._words = _WORD.findall(text)
+        # Each word has white space after it.
+        self._words = _WORD.findall(text if text[-1:].isspace() else f"{text} ")
         ends = (i for i, word in enumerate(self._words, 1) if _ENDS_SENTENCE.search(word))
         self._begins = [0, *ends]
 
@@ -116,9 +117,8 @@ class Haystack:
 
     def piece(self, begin: int, words: int, needles: Iterable[tuple[float, str]]) -> str:
         """Return words and needles, (depth in percent, text), where the nearest sentence begins."""
-        first = bisect.bisect_left(self._begins, begin)
         past = bisect.bisect_right(self._begins, begin + words)
-        begins = self._begins[first:past]
+        begins = self._begins[bisect.bisect_left(self._begins, begin) : past]
         located = [
             (min(begins, key=lambda word: abs(word - (begin + depth / 100 * words))), needle)
             for depth, needle in needles
@@ -126,10 +126,7 @@ class Haystack:
         parts: list[str] = []
         done = begin
         for word, needle in sorted(located, key=lambda item: item[0]):
-            before = "".join(self._words[done:word])
-            # The last word of a text has no white space after it.
-            gap = " " if before and not before[-1].isspace() else ""
-            parts += [before, gap, needle, " "]
+            parts += [*self._words[done:word], needle, " "]
             done = word
         return "".join([*parts, *self._words[done : begin + words]]).rstrip()
 

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation.runs import DENSE, check_dense, check_length, settings_for
-from h2o_prefill.presets import PRESETS
-
-
-def chosen_variants(
-    model: Any, variants: Mapping[str, PrefillConfig] | None
-) -> dict[str, PrefillConfig]:
-    """Return the settings to compare with dense prefill by name, by default what `enable` takes."""
-    if variants is None:
-        from h2o_prefill.profile import settings_name
-
-        config = settings_for(model, None)
-        return {settings_name(model, config): config}
-    if DENSE in variants:
-        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
-    return dict(variants)
-
-
-def with_dense(variants: Mapping[str, PrefillConfig]) -> dict[str, PrefillConfig]:
-    """Return the runs of a comparison without times: the baseline, lossless and faster, first."""
-    return {DENSE: PRESETS["exact"], **variants}
+from h2o_prefill.generation.runs import check_dense, check_length
 
 
 def last_logits_only(model: nn.Module) -> dict[str, int]:
@@ -47,24 +26,25 @@ def check_chunks(config: PrefillConfig, tokens: int, argument: str) -> None:
         )
 
 
+def check_counts(argument: str, *values: Any) -> None:
+    """Raise ValueError for what is no int of at least 1."""
+    for value in values:
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{argument} must be >= 1 and an int, got {value!r}")
+
+
 def check_model(model: nn.Module, length: int, argument: str) -> None:
     """Raise the errors of `check_dense` and `check_length`."""
     check_dense(model)
     check_length(model, length, argument)
 
 
-def count_layers(model: nn.Module) -> int:
-    """Return the decoder layers that a model's config names, 1 if it names none."""
-    return _count(model, "num_hidden_layers")
-
-
-def count_kv_heads(model: nn.Module) -> int:
-    """Return the KV heads of a layer that a model's config names, 1 if it names none."""
-    return _count(model, "num_key_value_heads")
-
-
-def _count(model: nn.Module, name: str) -> int:
+def count_heads(model: nn.Module) -> tuple[int, int]:
+    """Return the decoder layers and their KV heads that a model's config names, 1 without it."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    return getattr(config, name, 1) or 1
+    layers, heads = (
+        getattr(config, name, 1) or 1 for name in ("num_hidden_layers", "num_key_value_heads")
+    )
+    return layers, heads

@@ -91,8 +91,8 @@ def perplexity_error(nll: Tensor) -> float:
 def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
     """Return the percentage of the sparse perplexity above the dense one, and its standard error.
 
-    The two run over the same tokens, so the error is that of paired differences: with d_u the mean
-    of `sparse - dense` over unit u, the difference is 100 (exp(mean d) - 1) and its error, by the
+    The two run over the same tokens, and so the differences are paired: with d_u the mean of
+    `sparse - dense` over unit u, the difference is 100 (exp(mean d) - 1) and its error, by the
     delta method, 100 exp(mean d) std(d, n - 1) / sqrt(n). Units are windows; with one window, its
     blocks of `BLOCK_TOKENS` tokens; NaN for fewer than two. (The shared text cancels: this is far
     smaller than the error of either perplexity.) NLL in nats, [windows, scored tokens].

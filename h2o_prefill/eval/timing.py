@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.runs import check_model, count_kv_heads, count_layers, last_logits_only
+from h2o_prefill.eval.runs import check_counts, check_model, count_heads, last_logits_only
 from h2o_prefill.generation.prompts import random_ids
 from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 
@@ -45,7 +45,7 @@ def benchmark_throughput(
     num_runs : int
         Timed runs of each mode at each length.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs, as `enable` takes them. Default: what `enable` takes.
+        Settings of the sparse runs. Default: what `enable` takes.
     seed : int
         Seed of the random tokens.
     on_progress : callable, optional
@@ -62,13 +62,12 @@ def benchmark_throughput(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     config = settings_for(model, chunk_config)
-    lengths = check_runs(model, seq_lengths, num_runs)
+    check_counts("num_runs", num_runs)
+    lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 
     rows: list[dict[str, float]] = []
@@ -85,21 +84,18 @@ def benchmark_throughput(
                     step(f"{length} tokens {name}")
                     with prefill_mode(model, mode, strict=True):
                         seconds[name].append(forward(ids)[1])
-            flops = count_attention_flops(ids, config, count_layers(model), count_kv_heads(model))
+            flops = count_attention_flops(ids, config, *count_heads(model))
             rows.append(_row(length, pd.DataFrame(seconds)[1:], flops))
     step("done")
     return pd.DataFrame(rows)
 
 
-def check_runs(model: Any, seq_lengths: Sequence[int], num_runs: int) -> list[int]:
-    """Return the lengths as a list, or refuse what `benchmark_throughput` would refuse."""
+def _check_lengths(model: Any, seq_lengths: Sequence[int]) -> list[int]:
+    """Return the lengths of prompts that a model takes, or raise ValueError."""
     lengths = list(seq_lengths)
     if not lengths:
         raise ValueError("seq_lengths must hold at least one length, got none")
-    for name, values in (("seq_lengths", lengths), ("num_runs", [num_runs])):
-        for value in values:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    check_counts("seq_lengths", *lengths)
     check_model(model, max(lengths), "seq_lengths")
     return lengths
 
@@ -158,7 +154,7 @@ def profile_memory(
     only, and keeps its KV cache. Counted are tensors, on every device.
     """
     config = settings_for(model, chunk_config)
-    lengths = check_runs(model, seq_lengths, 1)
+    lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 
     from h2o_prefill.hf import ChunkedPrefillCache

@@ -81,19 +81,15 @@ def model_windows(
 ) -> tuple[range, Tensor]:
     """Return the windows of a dataset; raise if the model takes none of this length."""
     check_model(model, context, "context")
-    tokens = _tokens(dataset, tokenizer)
-    return select_windows(tokens, context, windows, first_token(tokenizer, protocol))
-
-
-def _tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
     if isinstance(dataset, (str, Corpus)):
         corpus = as_corpus(dataset, "dataset")
         if tokenizer is None:
             raise ValueError("dataset is text, so a tokenizer must be given")
-        return encode(tokenizer, corpus.text)
-    tokens = torch.as_tensor(dataset)
+        tokens = encode(tokenizer, corpus.text)
+    else:
+        tokens = torch.as_tensor(dataset)
     if tokens.is_floating_point() or tokens.dim() != 1:
         raise ValueError(
             f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    return tokens.to(torch.int64)
+    return select_windows(tokens.long(), context, windows, first_token(tokenizer, protocol))

@@ -6,15 +6,20 @@ done: the pieces of a worker that dies run elsewhere, and nothing here needs to 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import logging
+import signal
 import socket
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -96,6 +101,71 @@ class ModelCluster:
             held.step(f"{len(futures)} left on the cluster")
             future = next(finished)
             yield futures.pop(future), partial(_result, future)
+
+
+@contextlib.contextmanager
+def connect(
+    scheduler: str | None, scheduler_file: Path | None, workers: int | None, threads: int | None
+) -> Iterator[tuple[Client, int | None]]:
+    """Connect to a scheduler, by its address or its file, or start workers on this machine.
+
+    Yields the client, and the threads of a worker, by default a share of this process's where
+    workers start here. Raises ValueError for a wrong address, FileNotFoundError, ImportError
+    without Dask, and OSError if no scheduler answers.
+    """
+    try:
+        import distributed
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "--scheduler, --scheduler-file and --workers need Dask: "
+            "pip install 'h2o_prefill[cluster]'"
+        ) from error
+    # What becomes of workers is on the dashboard, and in the results where it matters.
+    for name in ("distributed", "distributed.client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with contextlib.ExitStack() as stack:
+        if workers is not None:
+            threads = threads or max(1, torch.get_num_threads() // workers)
+            client = distributed.Client(stack.enter_context(_start_workers(workers)))
+        elif scheduler_file is not None:
+            file = scheduler_file.expanduser()
+            if not file.is_file():
+                # Dask would wait for it without an end.
+                raise FileNotFoundError(f"--scheduler-file: no such file: {str(file)!r}")
+            client = distributed.Client(scheduler_file=str(file))
+        else:
+            try:
+                client = distributed.Client(scheduler)
+            except ValueError as error:
+                raise ValueError(
+                    "--scheduler must be an address like tcp://10.0.0.1:8786, got "
+                    f"{scheduler!r}: {error}"
+                ) from error
+        yield stack.enter_context(client), threads
+
+
+def _start_workers(count: int) -> Any:
+    """Return a cluster of processes of this machine, which Ctrl-C does not reach.
+
+    A terminal sends it to workers as well, which this process ends itself.
+    """
+    import distributed
+
+    # Python starts this one with the first process, and then lets signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        # Memory is the operating system's to judge, as without Dask: a worker that pauses for lack
+        # of it would never go on, since a model does not become smaller.
+        return distributed.LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            memory_limit=0,
+            dashboard_address="localhost:0",
+            silence_logs=logging.CRITICAL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_pieces(

@@ -83,53 +83,19 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
     pd.testing.assert_frame_equal(whole.loc[kept.index], kept)
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "h2o_prefill_cli", *arguments],
+def test_while_pytorch_is_imported() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2o_prefill_cli", "info"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         # A test run may ignore SIGINT, as a background job does, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-
-
-def test_while_pytorch_is_imported() -> None:
-    process = _start("info")
     # The libraries of PyTorch are in memory long before its import has ended.
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "interrupted: nothing was done yet\n")
+    assert process.communicate(timeout=60) == (b"", b"interrupted: nothing was done yet\n")
     assert process.returncode == 130
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.3, 0.6, 1, 1.5, 2, 3, 4, 5])
-def test_at_any_time_there_is_no_traceback(seconds: float) -> None:
-    process = _start("info", "--json", "-")
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    # While Python shuts down, it has no handler of its own any more.
-    assert process.returncode in (0, 130, -signal.SIGINT)
-    assert "Traceback" not in said and said.count("interrupted: ") == (process.returncode == 130)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_ablation_leaves_whole_rows(
-    small_commands: dict[str, Any], tmp_path: Path, sent: signal.Signals
-) -> None:
-    csv = tmp_path / "out" / "perplexity_ablation.csv"
-    grid = ("--heavy-budget", "0,1,2,3,4,5,6,7", "--recall", "0,2,4", "--recall-block", "8")
-    process = _start(*small_commands["ablate"], *grid, "--output", str(csv.parent), "--no-plot")
-    while process.poll() is None and not (csv.exists() and csv.read_text().count("\n") > 2):
-        time.sleep(0.01)
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert csv.read_text().endswith("\n")
-    assert 2 <= len(pd.read_csv(csv)) < 24
-    assert "Traceback" not in said and ("are kept in" in said) == (sent == signal.SIGINT)

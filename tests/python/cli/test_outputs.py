@@ -1,4 +1,7 @@
-"""Output of commands: to files that are checked before the work, or to stdout."""
+"""Output of commands: to files that are checked before the work, or to stdout.
+
+The fixture `run` checks every table on narrow terminals.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from h2o_prefill import _atomic_write
 
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
@@ -32,11 +33,9 @@ PLOT = ("ppl", "calibrate", "retrieve")
         *(("ablate", "--output", path) for path in ("text.txt/folder", "/proc/folder")),
         *((command, "--output", "text.txt") for command in FOLDER),
         # A folder in the place of a result: its parent is the output.
+        *(("ablate", "--output", f"perplexity_ablation.{x}/..") for x in ("csv", "png")),
+        *(("visualize", "--output", f"{name}.png/..") for name in ("memory", "errors")),
         ("bench", "--output", "memory_profile.png/.."),
-        ("ablate", "--output", "perplexity_ablation.csv/.."),
-        ("ablate", "--output", "perplexity_ablation.png/.."),
-        ("visualize", "--output", "memory.png/.."),
-        ("visualize", "--output", "errors.png/.."),
     ],
 )
 def test_what_cannot_be_written_is_found_before_the_work(
@@ -58,47 +57,6 @@ def test_what_cannot_be_written_is_found_before_the_work(
     if path.endswith("/.."):
         (tmp_path / path).parent.mkdir()
     refused(run(*small_commands[command], option, tmp_path / path), "error: --")
-
-
-# The page of visualize reads the figures, which are not there.
-@pytest.mark.parametrize("command", [name for name in JSON if name != "visualize"])
-def test_every_file_replaces_the_old_one_at_once(
-    run: Run,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
-    (folder / "result.json").write_text("old")
-    options = ["--json", folder / "result.json"]
-    options += ["--output", folder / "figures"] if command in FOLDER else []
-    options += ["--plot", folder / "plot.png"] if command in PLOT else []
-    replaced: list[str] = []
-
-    class Unwritten:
-        """A file whose scratch file lies elsewhere, and replaces nothing."""
-
-        def __init__(self, path: str) -> None:
-            self.name = Path(path).name
-
-        def scratch(self) -> str:
-            return str(tmp_path / self.name)
-
-        def commit(self) -> None:
-            replaced.append(self.name)
-
-        def discard(self) -> None:
-            pass
-
-    monkeypatch.setattr(_atomic_write, "_File", Unwritten)
-    done = run(*small_commands[command], *options)
-    assert done.exit_code == 0, done.output
-    assert "result.json" in replaced
-    # A file that was written by other means would be here.
-    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "result.json"]
-    assert (folder / "result.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("command", JSON)
@@ -148,3 +106,18 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, 
     done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
     assert done.exit_code == 0, done.output
     assert " % ? " in done.stdout
+
+
+def test_without_a_terminal_a_row_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from h2o_prefill.cli.tables import new_table, print_result
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = new_table()
+    for number in range(30):
+        table.add_column(f"heading {number}", no_wrap=True)
+    table.add_row(*(f"cell {number}" for number in range(30)))
+    print_result("title", table)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "cell 0" in line)
+    assert "cell 29" in line

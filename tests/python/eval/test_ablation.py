@@ -73,13 +73,14 @@ def test_a_row_is_what_the_evaluation_finds(
         given: dict[str, Any] = {"tokenizer": tiny_tokenizer, "context": CONTEXT, "windows": "0:2"}
         result = evaluate_perplexity(tiny_model, corpus, config, protocol="llamacpp", **given)
         assert abs(result.delta_percent) > 0.01
-        assert row["dense_ppl"] == pytest.approx(result.dense.ppl, rel=1e-6)
-        assert row["sparse_ppl"] == pytest.approx(result.sparse.ppl, rel=1e-6)
-        for name in ("delta_percent", "stderr_percent", "kl_mean", "top1_agreement"):
-            assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
+        ppl = result.dense.ppl, result.sparse.ppl
+        assert (row["dense_ppl"], row["sparse_ppl"]) == pytest.approx(ppl, rel=1e-6)
         by_window = zip(result.dense.ppl_by_window, result.sparse.ppl_by_window, strict=True)
         worst = max(100 * (sparse / dense - 1) for dense, sparse in by_window)
-        assert row["worst_percent"] == pytest.approx(worst, rel=1e-3, abs=1e-6)
+        assert result.worst_percent == pytest.approx(worst)
+        for name in ("delta_percent", "stderr_percent", "worst_percent", "kl_mean"):
+            assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
+        assert row["top1_agreement"] == result.top1_agreement
         assert row["attention_flops_ratio"] == pytest.approx(result.attention_flops_ratio)
         expected = math.nan if result.recalled_keys is None else result.recalled_keys
         assert row["recalled_keys"] == pytest.approx(expected, nan_ok=True)
@@ -214,23 +215,19 @@ def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) ->
         assert not panel.images
 
 
-def test_points_have_names_of_presets_or_what_differs_from_one(
+def test_points_are_numbered_and_named_by_presets_or_changes(
     ablate: Ablate, tmp_path: Path
 ) -> None:
     frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
     # The first is a preset, and beaten in both; the second is the best.
     frame = frame.assign(preset=["h2o", None], delta_percent=[9, 8.0], attention_flops_ratio=[1, 2])
     (axes,) = plot_ablation(frame, tmp_path / "p.pdf").axes
-    assert {text.get_text() for text in axes.texts} == {"h2o", "1"}
+    assert [text.get_text() for text in axes.texts] == ["1", "2"]
     change = {"sum": "", "max": " gqa_reduce=max"}[frame["gqa_reduce"].iloc[1]]
-    assert axes.get_title(loc="left") == f"setting 1: h2o S=16 L=4 H=4{change}"
-    # One row alone has its name too, and no number.
+    assert axes.get_title(loc="left") == f"1: h2o\n2: h2o S=16 L=4 H=4{change}"
     (axes,) = plot_ablation(frame[:1], tmp_path / "p.pdf").axes
-    assert [text.get_text() for text in axes.texts] == ["h2o"]
+    assert axes.get_title(loc="left") == "1: h2o"
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
-
-
-BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
 
 
 def test_a_grid_is_the_product_of_its_values() -> None:

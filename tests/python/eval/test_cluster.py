@@ -80,33 +80,21 @@ def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(
     assert run_ablation(folder, GRID, **options).equals(there), "nothing runs twice"
 
 
-def test_a_cell_that_fails_on_a_worker_does_not_stop_the_others(
-    workers: clusters.ModelCluster,
-    folder: str,
-    corpus: Corpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(
+    workers: clusters.ModelCluster, folder: str
 ) -> None:
-    evaluate = importlib.import_module("h2o_prefill.eval.perplexity")
-    prefill_mode = evaluate.prefill_mode
+    held = clusters.LoadedModel(*load_model(folder))
+    pieces = {"good": 1, "bad": 0}
+    results = dict(clusters.run_pieces(held, workers, _divide, 6, pieces))
+    with pytest.raises(ZeroDivisionError):
+        results["bad"]()
+    with pytest.warns(UserWarning, match="said by a worker"):
+        assert results["good"]() == 6
 
-    def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:
-        if config.heavy_budget == 0:
-            raise RuntimeError("no memory")
-        clusters.warn("said by a worker")
-        return prefill_mode(model, config, **options)
 
-    options: dict[str, Any] = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
-    options |= {"output": tmp_path, "contexts": [64], "cluster": workers}
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "prefill_mode", no_memory)
-        with (
-            pytest.warns(UserWarning, match="a cell failed, tale 64 .*no memory"),
-            pytest.warns(UserWarning, match="said by a worker"),
-            pytest.raises(RuntimeError, match="2 of 4 cells failed"),
-        ):
-            run_ablation(folder, GRID, **options)
-    assert len(run_ablation(folder, GRID, **options)) == 4
+def _divide(held: Any, shared: int, piece: int) -> int:
+    clusters.warn("said by a worker")
+    return shared // piece
 
 
 def test_retrieval_and_calibration_on_workers_find_the_same(
@@ -177,54 +165,20 @@ def _nap(held: Any, shared: None, piece: int) -> int:
     return torch.get_num_threads()
 
 
-# Runs a command line, and kills one of its workers as soon as there are two rows in a table.
-WATCH = """
-import os, signal, sys, threading, time
-import psutil
-from h2o_prefill.cli.app import app
-table = sys.argv.pop(1)
-def kill():
-    while not (os.path.exists(table) and open(table).read().count("\\n") > 2):
-        time.sleep(0.01)
-    children = psutil.Process().children(recursive=True)
-    workers = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
-    os.kill(workers[0].pid, signal.SIGKILL)
-    print("worker shot", workers[0].pid, file=sys.stderr)
-if __name__ == "__main__":
-    threading.Thread(target=kill, daemon=True).start()
-    app(prog_name="h2o-prefill")
-"""
-
-
 @pytest.mark.slow
-def test_the_cells_of_a_killed_worker_run_elsewhere(
-    folder: str, corpus: Corpus, tmp_path: Path
-) -> None:
-    (tmp_path / "tale").write_text(corpus.text)
-    (tmp_path / "watch.py").write_text(WATCH)
-    table = tmp_path / "there" / "perplexity_ablation.csv"
-    grid = ["--heavy-budget", "0,1,2,3,4,5,6,7", "--sink-tokens", "0,1,2", "--chunk-size", "16"]
-    text = ["--text-file", str(tmp_path / "tale"), "--context", "64", "--local-window", "4"]
-    command = ["ablate", "--model", folder, "--threads", "1", "--windows", "0:8", *text, *grid]
-    command += ["--preset", "h2o", "--no-plot", "--output"]
-    watched = [sys.executable, str(tmp_path / "watch.py"), str(table)]
-    runs = {
-        "there": [*watched, *command, str(table.parent), "--workers", "2"],
-        "here": [sys.executable, "-m", "h2o_prefill_cli", *command, str(tmp_path / "here")],
-    }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name, line in runs.items():
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert ("worker shot" in done.stderr) == (name == "there")
-        assert "Traceback" not in done.stderr
-    pd = importlib.import_module("pandas")
-    here, there = (
-        pd.read_csv(tmp_path / name / table.name).set_index("cell").sort_index().drop(columns=TIMES)
-        for name in runs
-    )
-    pd.testing.assert_frame_equal(here, there, check_exact=True)
-    assert len(here) == 24
+def test_the_pieces_of_a_killed_worker_run_elsewhere(folder: str) -> None:
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1}
+    with (
+        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
+        distributed.Client(local) as connection,
+    ):
+        held = clusters.LoadedModel(*load_model(folder))
+        workers = clusters.ModelCluster(connection, folder, threads=1)
+        results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
+        found = [next(results)[0]]
+        os.kill(local.workers[0].process.process.pid, signal.SIGKILL)
+        found += [key for key, result in results if result() == 1]
+    assert sorted(found) == list(range(20))
 
 
 @pytest.mark.slow

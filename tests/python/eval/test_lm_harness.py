@@ -71,14 +71,3 @@ def test_the_model_by_its_name(tiny, tmp_path, evaluate):
         assert sparse == pytest.approx(by_hand(model, tokenizer, rows), rel=1e-3)
     assert sparse != pytest.approx(dense, rel=1e-3)
     assert config["h2o_prefill"].startswith(SETTINGS)
-
-
-def test_an_enabled_model(tiny, evaluate):
-    from lm_eval.models.huggingface import HFLM
-
-    run, rows = evaluate
-    model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
-    with enable(model, SETTINGS) as handle:
-        found, _ = run(HFLM(model, tokenizer=tokenizer, batch_size=1))
-        assert found == pytest.approx(by_hand(model, tokenizer, rows), rel=1e-3)
-        assert sum(layer.sparse_rows for layer in handle.report().layers) > 0

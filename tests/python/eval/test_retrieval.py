@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,9 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     finding = "Mean score: 100 % after dense prefill, 50 % after sparse prefill"
     assert figure.get_suptitle() == finding
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    # A cell without a prompt stays empty.
+    (axes,) = plot_retrieval(replace(result, outcomes=result.outcomes[2:]), tmp_path / "r.png").axes
+    assert [text.get_text() for text in axes.texts].count("") == 3
 
 
 def test_answers_are_what_the_model_generates_after_each_prefill(
@@ -139,7 +142,7 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     assert model.training and model.config._attn_implementation == "sdpa"
     (outcome,) = result.outcomes
     # One call for the prompt, with the logits of one token, one for each token of the answer, and
-    # one for those of the expected answer: a space and seven digits.
+    # one for the expected answer: a space and seven digits.
     longer = [call for call in calls if call[0] > 1]
     assert longer == [
         call
@@ -162,7 +165,7 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     }
     assert outcome.outputs["dense"] != outcome.outputs["small"], "the variant was not sparse"
 
-    # The log-probability of the expected answer is that of one call over prompt and answer.
+    # One call over prompt and answer gives the log-probability of the expected answer.
     answer = tiny_tokenizer(f" {outcome.answers[0]}", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = model(torch.cat([prompt, answer], dim=1)).logits[0, -answer.shape[1] - 1 : -1]

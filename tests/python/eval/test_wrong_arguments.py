@@ -1,5 +1,5 @@
 """Arguments of every evaluation: wrong ones are refused with their names, before anything is
-written; settings that are not given are those of `enable`.
+written; without settings, an evaluation takes what `enable` would.
 """
 
 from __future__ import annotations
