@@ -15,7 +15,8 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import cpu_attn
 
 from h2o_prefill.vllm.plan import Row
-from h2o_prefill.vllm.runner import logger, refused, steps
+from h2o_prefill.vllm import runner
+from h2o_prefill.vllm.runner import logger, refused
 
 
 @dataclass
@@ -60,7 +61,8 @@ class Builder(cpu_attn.CPUAttentionMetadataBuilder):
             return metadata
         bounds = common.query_start_loc_cpu[: common.num_reqs + 1]
         lengths, totals = bounds.diff().tolist(), common.seq_lens[: common.num_reqs].tolist()
-        if rows := steps.rows(lengths, totals):
+        steps = runner.current
+        if steps is not None and (rows := steps.rows(lengths, totals)):
             ours = {row.index for row in rows}
             others = [i for i in range(common.num_reqs) if i not in ours]
             starts = bounds.tolist()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from typing import Any
 
 from vllm.config import SchedulerConfig
@@ -30,7 +31,10 @@ SETTINGS, SALT = "h2o_prefill", "h2o_prefill_salt"
 @functools.cache
 def rules() -> Rules:
     """Return the rules of this engine, from its environment."""
-    return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or "exact")
+    try:
+        return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or "exact")
+    except ValueError as error:
+        raise ValueError(f"H2O_PREFILL_SETTINGS: {error}") from None
 
 
 def checkpoint_bytes() -> int:
@@ -111,31 +115,27 @@ class ChunkScheduler(Scheduler):
 
 
 class Steps:
-    """The step that the model runner of this process is in."""
+    """The steps of a model runner; `planner` is None where all of them are vLLM's."""
 
-    def __init__(self) -> None:
-        self._runner: Any = None
+    def __init__(self, runner: Any) -> None:
+        # The runner holds this.
+        self._runner = weakref.proxy(runner)
         self._scheduled: dict[str, int] = {}
         self._prompts: dict[str, Prompt | None] = {}
-        self._planner: Planner | None = None
         self._rows: list[Row] | None = None
-
-    def begin(self, runner: Any, scheduled: dict[str, int]) -> None:
-        """Take note of a step: how many tokens of each request it has."""
-        self._runner, self._scheduled, self._rows = runner, scheduled, None
-        if self.planner is not None:
-            self.planner.forget_others(runner.requests)
-            held = self._prompts.items()
-            self._prompts = {x: prompt for x, prompt in held if x in runner.requests}
-
-    @property
-    def planner(self) -> Planner | None:
-        """What plans the steps, None before the first one and where all of them are vLLM's."""
-        runner = self._runner
-        if self._planner is None and runner is not None and refused(runner.vllm_config) is None:
+        self.planner: Planner | None = None
+        if refused(runner.vllm_config) is None:
             checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
-            self._planner = Planner(rules(), checkpoints, counters, self._token_text)
-        return self._planner
+            self.planner = Planner(rules(), checkpoints, counters, self._token_text)
+
+    def begin(self, scheduled: dict[str, int]) -> None:
+        """Take note of a step: how many tokens of each request it has."""
+        self._scheduled, self._rows = scheduled, None
+        if self.planner is not None:
+            requests = self._runner.requests
+            self.planner.forget_others(requests)
+            held = self._prompts.items()
+            self._prompts = {request: prompt for request, prompt in held if request in requests}
 
     def rows(self, lengths: list[int], totals: list[int]) -> list[Row]:
         """Return our rows of the step; `lengths` are the tokens of each request in the batch.
@@ -177,7 +177,8 @@ class Steps:
         return vocabulary.token_text(cached_tokenizer_from_config(config))
 
 
-steps = Steps()
+# The steps of the runner that began one last, which all builders of this process are called by.
+current: Steps | None = None
 
 
 def admit(process: Any) -> Any:
@@ -217,8 +218,12 @@ def install() -> None:
 
     @functools.wraps(update)
     def update_states(self: Any, scheduler_output: Any) -> Any:
+        global current
         result = update(self, scheduler_output)
-        steps.begin(self, scheduler_output.num_scheduled_tokens)
+        if not hasattr(self, "h2o_prefill"):
+            self.h2o_prefill = Steps(self)
+        current = self.h2o_prefill
+        current.begin(scheduler_output.num_scheduled_tokens)
         return result
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
