@@ -33,4 +33,4 @@ def register() -> None:
     # The platform ignores a backend that was selected, but resolves its own name by this.
     register_backend(AttentionBackendEnum.CPU_ATTN, "h2o_prefill.vllm.backend.Backend")
     runner.install()
-    counters.shared_folder()
+    counters.show()

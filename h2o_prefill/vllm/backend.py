@@ -14,8 +14,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import cpu_attn
 
-from h2o_prefill.vllm.plan import Row
 from h2o_prefill.vllm import runner
+from h2o_prefill.vllm.plan import Row
 from h2o_prefill.vllm.runner import logger, refused
 
 
@@ -47,11 +47,16 @@ class Builder(cpu_attn.CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        layers = get_layers_from_vllm_config(self.vllm_config, Layer, self.layer_names).values()
-        self._is_ours = any(getattr(layer.impl, "is_ours", False) for layer in layers)
-        if self._is_ours and not _reads_pages(self):
-            self._is_ours = False
-            logger.warning_once("h2o_prefill: pages of another layout: attention stays vLLM's")
+        layers = get_layers_from_vllm_config(self.vllm_config, Layer, self.layer_names)
+        ours = [name for name, layer in layers.items() if getattr(layer.impl, "is_ours", False)]
+        reason = None
+        if ours and not _reads_pages(self):
+            reason = "pages of another layout"
+        elif any(sum(part.isdecimal() for part in name.split(".")) != 1 for name in ours):
+            reason = "layers without a number"
+        if reason is not None:
+            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+        self._is_ours = bool(ours) and reason is None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:
         common = common_attn_metadata

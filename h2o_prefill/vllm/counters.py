@@ -61,15 +61,14 @@ def shared_folder() -> str:
 
         atexit.register(remove)
         os.environ[_FOLDER] = folder
-        _show(folder)
     return os.environ[_FOLDER]
 
 
-def _show(folder: str) -> None:
-    """Show the counters of a folder at /metrics of this process."""
+def show() -> None:
+    """Show the counters of this engine at /metrics, if this process serves it."""
     from prometheus_client import REGISTRY
 
-    REGISTRY.register(_Collector(folder))
+    REGISTRY.register(_Collector(shared_folder()))
 
 
 def read(folder: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import LAYER_FIELDS, PrefillConfig, format_value
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
@@ -72,6 +72,18 @@ def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
             f"got {config.chunk_size}"
         )
     return choice
+
+
+def check_fits(choice: Choice, layers: int, kv_heads: int) -> None:
+    """Raise ValueError if settings name layers or KV heads that a model does not have."""
+    for name in LAYER_FIELDS if choice.config is not None else ():
+        given = getattr(choice.config, name)
+        places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
+        if any(layer >= layers or any(x >= kv_heads for x in head) for layer, *head in places):
+            raise ValueError(
+                f"{name} must name layers < {layers} and KV heads < {kv_heads}, "
+                f"got {format_value(given)}"
+            )
 
 
 class Rules:

@@ -11,12 +11,14 @@ import weakref
 from typing import Any
 
 from vllm.config import SchedulerConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
+from h2o_prefill.vllm import plan
 from h2o_prefill.vllm.counters import Counters, shared_folder
 from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Row, Rules
 from h2o_prefill.vllm.state import Checkpoints
@@ -54,9 +56,17 @@ def choice_of(params: Any) -> Choice:
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 
 
+def check_fits(choice: Choice, model_config: Any) -> None:
+    """Raise ValueError if settings name layers or KV heads that the model does not have."""
+    sizes = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
+    plan.check_fits(choice, *sizes)
+
+
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
-    ranks = vllm_config.parallel_config.world_size_across_dp
+    ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
+    if drafts is not None and drafts.method != "ngram":
+        return "a draft model"  # whose layers have the numbers of others
     return f"{ranks} ranks" if ranks > 1 else None
 
 
@@ -66,12 +76,13 @@ class ChunkScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._splits_mamba = self.need_mamba_block_aligned_split
+        check_fits(rules().default, self.vllm_config.model_config)
         config, chunk = self.scheduler_config, rules().chunk_size
         most = min(
-            self.max_num_scheduled_tokens - self.max_num_running_reqs,
+            self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
             config.long_prefill_token_threshold or self.max_num_scheduled_tokens,
         )
-        # Decoding requests may take a token each: a step must still have room for a chunk.
+        # Decoding requests take a token and drafts: a step must still have room for a chunk.
         self._cuts = most >= chunk
         self.need_mamba_block_aligned_split |= self._cuts
         if not self._cuts:
@@ -195,8 +206,9 @@ def admit(process: Any) -> Any:
         extra = getattr(params, "extra_args", None) or {}
         try:
             choice = rules().choice(extra.get(SETTINGS))
+            check_fits(choice, self.model_config)
         except ValueError as error:
-            raise ValueError(f"h2o_prefill: {error}") from None
+            raise VLLMValidationError(f"h2o_prefill: {error}") from None
         request = process(self, request_id, prompt, params, *args, **kwargs)
         if request.sampling_params is not None:
             request.sampling_params.extra_args = {**extra, SALT: request.cache_salt}

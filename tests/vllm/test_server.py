@@ -36,8 +36,9 @@ def address(folder, tmp_path_factory):
     # Elsewhere, where the sources are not found in the place of what is installed.
     home = tmp_path_factory.mktemp("server")
     log = home / "log"
-    # Several processes, as it is served.
+    # Several processes, as it is served, with counters of their own.
     variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables.pop("H2O_PREFILL_COUNTERS", None)
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
         command.append("--enforce-eager")

@@ -9,7 +9,7 @@ from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.functional import recall_lists
 from h2o_prefill.state import empty_checkpoints, empty_state, estimated_kl
 from h2o_prefill.vllm.counters import Counters, read
-from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules
+from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules, check_fits
 from h2o_prefill.vllm.state import Checkpoints
 
 CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
@@ -261,6 +261,12 @@ def test_settings_of_requests():
         with pytest.raises(ValueError, match=message) as raised:
             rules.choice(wrong)
         assert "\n" not in str(raised.value)
+    for fields in ("dense_layers=2", "wide=1.2x3", "wide=0x2+2x2"):
+        choice = rules.choice(f"h2o,{SIZES},{fields}")
+        check_fits(choice, 3, 3)
+        with pytest.raises(ValueError, match="must name layers < 2 and KV heads < 2, got"):
+            check_fits(choice, 2, 2)
+    check_fits(Choice(None), 1, 1)
     assert Rules("exact").chunk_size == Rules("dense").chunk_size == 1024
     assert not rules.takes(rules.default, CHUNK - 1) and rules.takes(rules.default, CHUNK)
 
