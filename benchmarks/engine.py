@@ -41,7 +41,7 @@ def engine(
     Then eight clients ask about one document at once: seconds to the first token of the median and
     of the last one, first while nothing is cached and then again with other questions.
     """
-    corpus = read_corpus(text_file)[0]
+    corpus = read_corpus(text_file)
     network, tokenizer = load_model(model, plan.dtypes[0])
     if not folder.exists():
         network.save_pretrained(folder)

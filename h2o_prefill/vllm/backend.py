@@ -113,17 +113,16 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        *scales: Any,
+        **more: Any,
     ) -> Tensor:
-        held, scales = (layer, query, key, value, kv_cache), (output_scale, output_block_scale)
-        plan = getattr(attn_metadata, "h2o_prefill", None)
+        held, plan = (key, value, kv_cache), getattr(attn_metadata, "h2o_prefill", None)
         if plan is None or not self.is_ours:
-            return super().forward(*held, attn_metadata, output, *scales)
+            return super().forward(layer, query, *held, attn_metadata, output, *scales, **more)
         if plan.rest is not None:
             part = torch.empty_like(output[plan.rest_tokens])
             queries = query[plan.rest_tokens]
-            super().forward(layer, queries, key, value, kv_cache, plan.rest, part, *scales)
+            super().forward(layer, queries, *held, plan.rest, part, *scales, **more)
             output[plan.rest_tokens] = part
         number = extract_layer_index(layer.layer_name)
         for row in plan.rows:

@@ -25,7 +25,6 @@ _NAMES = {
     "checkpoint_bytes": "Bytes of the states that are kept for prefixes",
 }
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
-_GAUGES = ("checkpoint_bytes",)
 
 
 class Counters:
@@ -87,5 +86,5 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in read(self._folder).items():
-            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            kind = GaugeMetricFamily if name == "checkpoint_bytes" else CounterMetricFamily
             yield kind(f"h2o_prefill_{name}", _NAMES[name], value=value)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -56,21 +54,13 @@ def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
     if settings == DENSE:
         return Choice(None)
     config = PrefillConfig.parse(settings)
+    choice, size = Choice(config), config.chunk_size
     if config.min_prefill is not None:
-        raise ValueError(
-            f"min_prefill is not for engines, which cut prompts into steps, got {settings!r}"
-        )
+        raise ValueError(f"min_prefill is not for engines, which cut prompts, got {settings!r}")
     if config.dense_tail:
-        raise ValueError(
-            f"dense_tail must be 0 in an engine, whose prompts share their beginnings, "
-            f"got {config.dense_tail}"
-        )
-    choice = Choice(config)
-    if choice.is_sparse and chunk_size not in (None, config.chunk_size):
-        raise ValueError(
-            f"chunk_size must be {chunk_size}, with which the engine was started, "
-            f"got {config.chunk_size}"
-        )
+        raise ValueError(f"dense_tail must be 0: prompts share beginnings, got {settings!r}")
+    if choice.is_sparse and chunk_size not in (None, size):
+        raise ValueError(f"chunk_size must be {chunk_size}, as of this engine, got {size}")
     return choice
 
 
@@ -80,10 +70,8 @@ def check_fits(choice: Choice, layers: int, kv_heads: int) -> None:
         given = getattr(choice.config, name)
         places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
         if any(layer >= layers or any(x >= kv_heads for x in head) for layer, *head in places):
-            raise ValueError(
-                f"{name} must name layers < {layers} and KV heads < {kv_heads}, "
-                f"got {format_value(given)}"
-            )
+            sizes, text = f"layers < {layers} and KV heads < {kv_heads}", format_value(given)
+            raise ValueError(f"{name} must name {sizes}, got {text}")
 
 
 class Rules:
@@ -107,11 +95,7 @@ class Rules:
         return choice.config is not None and prompt_length >= self.chunk_size
 
     def end_of_step(self, past: int, total: int, length: int) -> int:
-        """Return where a step should end that could take the tokens [past, total) of `length`.
-
-        At the last multiple of the chunk size, or `past` if there is none, unless it reaches the
-        end of the prompt.
-        """
+        """Return where a step with room for [past, total) ends: at a chunk, or with the prompt."""
         if past >= length or total >= length:
             return total
         return max(past, total // self.chunk_size * self.chunk_size)
@@ -127,11 +111,7 @@ class Rules:
 
 @dataclass
 class Prompt:
-    """A request.
-
-    `owner` names all but tokens and settings that its keys and values depend on, or by which they
-    are kept apart: adapter, salt. `images` are the places of its images and what names them.
-    """
+    """A request: `owner` names its adapter and salt, `images` are their places and names."""
 
     request: str
     tokens: Sequence[int]
@@ -145,13 +125,10 @@ class Prompt:
         while len(self._keys) * chunk_size < length:
             begin = len(self._keys) * chunk_size
             end = begin + chunk_size
-            before = self._keys[-1] if self._keys else repr((self.choice.text, self.owner)).encode()
+            before = self._keys[-1] if self._keys else (self.choice.text, self.owner)
             images = [image for image in self.images if begin <= image[0] < end]
-            told = array("q", self.tokens[begin:end]).tobytes(), repr(images).encode()
-            digest = hashlib.blake2b(digest_size=32)
-            for part in (before, *told):
-                digest.update(len(part).to_bytes(8, "little") + part)
-            self._keys.append(digest.digest())
+            told = repr((before, list(self.tokens[begin:end]), images)).encode()
+            self._keys.append(hashlib.blake2b(told, digest_size=32).digest())
         return self._keys[length // chunk_size - 1]
 
 
@@ -164,6 +141,16 @@ class Piece:
     before: PromptState | None = None
     after: PromptState | None = None
     recall: RecallLists = NO_RECALL
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return the output of one layer for the piece, and keep the layer's state."""
+        before, after = self.before, self.after
+        if before is None or after is None or layer in before.config.dense_layers:
+            return ops.dense_attention(q, k, v, scale)
+        config, state = before.config.of_layer(layer), before.at(layer)
+        out, state = sparse_attention(q, k, v, state, config, self.recall, scale)
+        after.keep(layer, state)
+        return out
 
 
 @dataclass
@@ -178,36 +165,19 @@ class Row:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
     ) -> None:
-        """Attend with one layer's queries, and keep its state.
+        """Attend with one layer's queries [1, Hq, T, D]; keep its state, write out [T, Hq, D].
 
-        `query` is [1, Hq, total - past, D], `key` and `value` are [1, Hkv, total, D], and `out`,
-        which is written, is [total - past, Hq, D].
+        `key` and `value` [1, Hkv, total, D] are of the whole history.
         """
         for piece in self.pieces:
             rows = slice(piece.begin - self.past, piece.end - self.past)
             history = key[:, :, : piece.end], value[:, :, : piece.end]
-            result = _attend(piece, layer, query[:, :, rows], *history, scale)
-            out[rows] = result[0].transpose(0, 1)
-
-
-def _attend(
-    piece: Piece, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
-    before, after = piece.before, piece.after
-    if before is None or after is None or layer in before.config.dense_layers:
-        return ops.dense_attention(query, key, value, scale)
-    config = before.config.of_layer(layer)
-    state = before.at(layer)
-    out, state = sparse_attention(query, key, value, state, config, piece.recall, scale)
-    after.keep(layer, state)
-    return out
+            done = piece.attend(layer, query[:, :, rows], *history, scale)
+            out[rows] = done[0].transpose(0, 1)
 
 
 class Planner:
-    """Plans the steps of an engine, and holds the states of its requests.
-
-    `token_text` returns what recall by characters needs of the tokenizer, None without one.
-    """
+    """Plans the steps of an engine, and holds the states of its requests."""
 
     def __init__(
         self,
@@ -216,9 +186,7 @@ class Planner:
         counters: Counters,
         token_text: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self.rules = rules
-        self.checkpoints = checkpoints
-        self.counters = counters
+        self.rules, self.checkpoints, self.counters = rules, checkpoints, counters
         self._token_text = functools.cache(token_text)
         # None: the state of a prompt whose keys and values were found was gone.
         self._states: dict[str, PromptState | None] = {}
@@ -270,40 +238,33 @@ class Planner:
         self, prompt: Prompt, state: PromptState, end: int
     ) -> tuple[Piece, PromptState]:
         """Return the piece from a state on, and the state after it."""
-        begin, config = state.length, state.config
-        aligned = state.aligned and begin % self.rules.chunk_size == 0
-        lists = NO_RECALL
+        begin, config, size = state.length, state.config, self.rules.chunk_size
+        aligned, lists = state.aligned and begin % size == 0, NO_RECALL
         if config.recall:
             text = self._token_text() if config.recall_characters else None
-            ids = torch.tensor([prompt.tokens[:end]])
-            lists = recall_lists(ids, begin, config, text)
+            lists = recall_lists(torch.tensor([prompt.tokens[:end]]), begin, config, text)
         after = PromptState(config, end, aligned)
-        if aligned and end % self.rules.chunk_size == 0:
-            self.checkpoints.put(prompt.key(end, self.rules.chunk_size), after)
+        if aligned and end % size == 0:
+            self.checkpoints.put(prompt.key(end, size), after)
         return Piece(begin, end, state, after, lists), after
 
     def _state_at(self, prompt: Prompt, past: int) -> PromptState | None:
         """Return the state of a prompt before a row, None if it is gone."""
-        if past == 0:
-            assert prompt.choice.config is not None
+        size = self.rules.chunk_size
+        if past == 0 and prompt.choice.config is not None:
             return PromptState(prompt.choice.config)
         if prompt.request in self._states:
             held = self._states[prompt.request]
             if held is None or held.length == past:
                 return held
-        found = None
-        if past % self.rules.chunk_size == 0:
-            found = self.checkpoints.find(prompt.key(past, self.rules.chunk_size))
+        found = self.checkpoints.find(prompt.key(past, size)) if past % size == 0 else None
         self.counters.add("state_misses" if found is None else "state_hits", 1)
         return found
 
     def _finish(self, request: str) -> None:
         """Drop the state of a request whose prompt has been prefilled, or that has ended."""
         state = self._states.pop(request, None)
-        if state is None or not state.layers:
-            return
-        errors = [layer.errors for layer in state.layers.values()]
-        kl = float(estimated_kl(errors, state.config))
-        if not math.isnan(kl):
-            self.counters.add("estimated_kl", kl)
+        if state is not None and state.layers and state.config.error_rows:
+            errors = [layer.errors for layer in state.layers.values()]
+            self.counters.add("estimated_kl", float(estimated_kl(errors, state.config)))
             self.counters.add("estimated_prompts", 1)

@@ -18,9 +18,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
-from h2o_prefill.vllm import plan
 from h2o_prefill.vllm.counters import Counters, shared_folder
-from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Row, Rules
+from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Row, Rules, check_fits
 from h2o_prefill.vllm.state import Checkpoints
 
 # Below "vllm", whose handlers show it.
@@ -56,10 +55,9 @@ def choice_of(params: Any) -> Choice:
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 
 
-def check_fits(choice: Choice, model_config: Any) -> None:
-    """Raise ValueError if settings name layers or KV heads that the model does not have."""
-    sizes = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
-    plan.check_fits(choice, *sizes)
+def sizes_of(model_config: Any) -> tuple[int, int]:
+    """Return the numbers of layers and KV heads of a model."""
+    return model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
 
 
 def refused(vllm_config: Any) -> str | None:
@@ -76,7 +74,7 @@ class ChunkScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._splits_mamba = self.need_mamba_block_aligned_split
-        check_fits(rules().default, self.vllm_config.model_config)
+        check_fits(rules().default, *sizes_of(self.vllm_config.model_config))
         config, chunk = self.scheduler_config, rules().chunk_size
         most = min(
             self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
@@ -87,11 +85,9 @@ class ChunkScheduler(Scheduler):
         self.need_mamba_block_aligned_split |= self._cuts
         if not self._cuts:
             logger.warning(
-                "h2o_prefill: steps of %d tokens have no room for a chunk of %d: steps are not "
-                "cut, so results depend on the batch, and prefixes are not found again",
-                max(most, 0),
-                chunk,
-            )
+                "h2o_prefill: steps of %d tokens have no room for a chunk of %d and are not cut: "
+                "results depend on the batch, and prefixes have no states", max(most, 0), chunk
+            )  # fmt: skip
 
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0
@@ -109,10 +105,8 @@ class ChunkScheduler(Scheduler):
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         blocks, length, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        if not self._is_ours(request):
-            return blocks, length, boundary, diverged
         manager = self.kv_cache_manager
-        while excess := length % rules().chunk_size:
+        while excess := length % rules().chunk_size if self._is_ours(request) else 0:
             # Groups with windows may have a shorter hit elsewhere, so vLLM looks again.
             hit, length, _ = manager.coordinator.find_longest_cache_hit(
                 request.block_hashes, length - excess
@@ -143,9 +137,8 @@ class Steps:
         """Take note of a step: how many tokens of each request it has."""
         self._scheduled, self._rows = scheduled, None
         if self.planner is not None:
-            requests = self._runner.requests
+            requests, held = self._runner.requests, self._prompts.items()
             self.planner.forget_others(requests)
-            held = self._prompts.items()
             self._prompts = {request: prompt for request, prompt in held if request in requests}
 
     def rows(self, lengths: list[int], totals: list[int]) -> list[Row]:
@@ -153,10 +146,9 @@ class Steps:
 
         There are none in a batch that is not the step's, as those that warm a model up.
         """
-        if self.planner is None:
-            return []
         batch = list(self._runner.input_batch.req_ids)[: len(lengths)]
-        if [self._scheduled.get(request) for request in batch] != lengths:
+        ours = [self._scheduled.get(request) for request in batch] == lengths
+        if self.planner is None or not ours:
             return []
         if self._rows is None:  # One plan for all groups of layers.
             pasts = (total - length for total, length in zip(totals, lengths, strict=True))
@@ -192,37 +184,27 @@ class Steps:
 current: Steps | None = None
 
 
-def admit(process: Any) -> Any:
-    """Wrap the method of vLLM that makes a request from what a client asks for.
-
-    Unknown settings are refused here, and requests whose settings are sparse share pages with
-    requests of the same settings alone.
-    """
+def install() -> None:
+    """Wrap the methods of vLLM, once in each process."""
+    process = InputProcessor.process_inputs
+    scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
 
     @functools.wraps(process)
     def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
     ) -> Any:
-        extra = getattr(params, "extra_args", None) or {}
+        # Unknown settings are refused here. Sparse requests share pages with the same settings.
         try:
-            choice = rules().choice(extra.get(SETTINGS))
-            check_fits(choice, self.model_config)
+            choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
+            check_fits(choice, *sizes_of(self.model_config))
         except ValueError as error:
             raise VLLMValidationError(f"h2o_prefill: {error}") from None
-        request = process(self, request_id, prompt, params, *args, **kwargs)
-        if request.sampling_params is not None:
-            request.sampling_params.extra_args = {**extra, SALT: request.cache_salt}
+        request = process(self, request_id, prompt, params, *args, **more)
+        if (own := request.sampling_params) is not None:
+            own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
             if choice.text:
                 request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"
         return request
-
-    return process_inputs
-
-
-def install() -> None:
-    """Wrap the methods of vLLM, once in each process."""
-    InputProcessor.process_inputs = admit(InputProcessor.process_inputs)
-    scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
 
     @functools.wraps(scheduler_of)
     def get_scheduler_cls(self: Any) -> Any:
@@ -238,5 +220,6 @@ def install() -> None:
         current.begin(scheduler_output.num_scheduled_tokens)
         return result
 
+    InputProcessor.process_inputs = process_inputs
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
     GPUModelRunner._update_states = update_states

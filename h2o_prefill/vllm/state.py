@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,8 +15,7 @@ from h2o_prefill.state import Checkpoint, PrefillState
 def checkpoint_of(state: PrefillState, config: PrefillConfig) -> Checkpoint:
     """Return what the next chunk needs of a layer's state; the settings are of that layer."""
     memory = next_memory(state, config)
-    absent = memory < 0
-    scores = state.scores.gather(2, memory.clamp(min=0).long()).masked_fill(absent, 0)
+    scores = state.scores.gather(2, memory.clamp(min=0).long()).masked_fill(memory < 0, 0)
     return Checkpoint(memory, scores, state.errors)
 
 
@@ -45,17 +43,14 @@ class PromptState:
 
     def keep(self, layer: int, state: PrefillState) -> None:
         """Keep the state of a layer after `length` tokens."""
-        at_end_of_chunk = self.length % self.config.chunk_size == 0
+        ends_chunk = self.length % self.config.chunk_size == 0
         config = self.config.of_layer(layer)
-        self.layers[layer] = checkpoint_of(state, config) if at_end_of_chunk else state
+        self.layers[layer] = checkpoint_of(state, config) if ends_chunk else state
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for layer in self.layers.values() for x in _tensors(layer))
-
-
-def _tensors(state: PrefillState | Checkpoint) -> Iterator[Tensor]:
-    return (x for x in vars(state).values() if isinstance(x, Tensor))
+        values = (x for layer in self.layers.values() for x in vars(layer).values())
+        return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
 
 class Checkpoints:

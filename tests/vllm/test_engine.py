@@ -149,7 +149,7 @@ def test_settings_that_are_not_known_are_refused_at_once(engine, tokens):
     ids = tokens(LENGTH, 50)
     for wrong, message in {
         "fast": "h2o_prefill: preset must be one of",
-        "h2o,chunk_size=64": "h2o_prefill: chunk_size must be 128, with which the engine",
+        "h2o,chunk_size=64": "h2o_prefill: chunk_size must be 128, as of this engine, got 64",
         3: "h2o_prefill: settings must be a text",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -253,7 +253,7 @@ def test_settings_of_requests():
     for wrong, message in {
         "fast": "preset",
         f"h2o,{SIZES},hevy=1": "hevy",
-        "h2o": "chunk_size must be 32, with which the engine was started, got 1024",
+        "h2o": "chunk_size must be 32, as of this engine, got 1024",
         f"h2o,{SIZES},min_prefill=64": "min_prefill is not for engines",
         f"h2o,{SIZES},dense_tail=4": "dense_tail must be 0",
         7: "settings must be a text like 'recommended', got 7",
