@@ -51,7 +51,7 @@ class Counters:
 
 def shared_folder() -> str:
     """Return the folder of this engine's counters: the first process makes and removes it."""
-    if _FOLDER not in os.environ:
+    if not os.environ.get(_FOLDER):
         folder, maker = tempfile.mkdtemp(prefix="h2o_prefill-"), os.getpid()
 
         def remove() -> None:

@@ -24,20 +24,18 @@ from h2o_prefill.vllm import runner
 
 VOCABULARY = 256
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    **{"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3},
+    **{"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False},
     "max_position_embeddings": 4096,
     # Attention that tells tokens apart.
     "initializer_range": 0.12,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
 }
+OPTIONS = {
+    **{"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 8},
+    **{"max_num_batched_tokens": 4 * CHUNK + 8, "block_size": 32, "skip_tokenizer_init": True},
+}
+NAMES = ("sparse_tokens", "exact_tokens", "lost_tokens", "state_hits", "state_misses")
 
 
 @dataclass
@@ -54,33 +52,15 @@ class Engine:
     """vLLM with the plugin."""
 
     def __init__(self, folder, **options):
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "enforce_eager": True,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 4 * CHUNK + 8,
-            "block_size": 32,
-            "skip_tokenizer_init": True,
-        }
-        self.llm = LLM(str(folder), **{**defaults, **options})
+        self.llm = LLM(str(folder), **{**OPTIONS, **options})
 
-    def ask(self, *prompts, settings=None, new=4, losses=False, salt=None, **more):
+    def ask(self, *prompts, settings=None, new=4, losses=False, salt=None):
         """Answer prompts greedily in one batch; `settings` may be a list, for each of them."""
         each = settings if isinstance(settings, list) else [settings] * len(prompts)
-        params = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=new,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                prompt_logprobs=0 if losses else None,
-                extra_args=None if x is None else {"h2o_prefill": x},
-                **more,
-            )
-            for x in each
-        ]
+        shared = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        shared |= {"logprobs": 0, "prompt_logprobs": 0 if losses else None}
+        extras = [None if x is None else {"h2o_prefill": x} for x in each]
+        params = [SamplingParams(**shared, extra_args=extra) for extra in extras]
         asked = [{"prompt_token_ids": x} | ({"cache_salt": salt} if salt else {}) for x in prompts]
         answers = [_answer(x) for x in self.llm.generate(asked, params, use_tqdm=False)]
         return answers[0] if len(answers) == 1 else answers
@@ -89,21 +69,19 @@ class Engine:
     def planner(self):
         return runner.current.planner
 
-    def counted(self, call):
-        """Return the result of a call, and by how much it changed the counters that it changed."""
-        names = ["sparse_tokens", "exact_tokens", "lost_tokens", "state_hits", "state_misses"]
-        counters = None if runner.current is None else self.planner.counters
-        before = {name: counters[name] if counters else 0 for name in names}
-        result = call()
-        now = {name: self.planner.counters[name] - before[name] for name in names}
-        return result, {name: int(x) for name, x in now.items() if x}
+    def counted(self, *prompts, **options):
+        """Return what `ask` returns, and by how much the counters changed that did."""
+        before = [self.planner.counters[name] if runner.current else 0 for name in NAMES]
+        answers = self.ask(*prompts, **options)
+        now = zip(NAMES, before, strict=True)
+        changes = {name: int(self.planner.counters[name] - x) for name, x in now}
+        return answers, {name: x for name, x in changes.items() if x}
 
     def forget(self):
         """Empty vLLM's prefix cache and ours."""
         assert self.llm.reset_prefix_cache()
-        checkpoints, kept = self.planner.checkpoints, self.planner.checkpoints.max_bytes
-        checkpoints.settle()
-        checkpoints.max_bytes = 0
+        checkpoints = self.planner.checkpoints
+        kept, checkpoints.max_bytes = checkpoints.max_bytes, 0
         checkpoints.settle()
         checkpoints.max_bytes = kept
 

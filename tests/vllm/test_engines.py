@@ -11,6 +11,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 LENGTH = 7 * CHUNK + 45
 
 
+@pytest.fixture(autouse=True)
+def logged(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
 @pytest.mark.parametrize("settings", [None, "exact"])
 def test_steps_give_what_one_step_gives(make_engine, folder, tokens, settings):
     ids = tokens(LENGTH)
@@ -37,7 +42,7 @@ def test_a_preempted_request_gives_what_it_gives_alone(make_engine, folder, toke
         return preempt(self, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
-    both, counts = engine.counted(lambda: engine.ask(*prompts, new=60))
+    both, counts = engine.counted(*prompts, new=60)
     assert preempted and "lost_tokens" not in counts
     for one, other in zip(alone, both, strict=True):
         # What had been decoded is prefilled again, in other products.
@@ -51,19 +56,17 @@ def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
         folder, max_num_batched_tokens=200, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"
     )
     ids = tokens(LENGTH)
-    answer, counted = engine.counted(lambda: engine.ask(ids))
+    answer, counted = engine.counted(ids)
     assert counted == {"sparse_tokens": LENGTH} and len(answer.tokens) == 4
     # Hits end at pages, where there is no state.
-    again, counted = engine.counted(lambda: engine.ask(ids))
+    again, counted = engine.counted(ids)
     assert counted == {"state_misses": 1, "lost_tokens": LENGTH - again.cached}
 
 
 def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, caplog):
-    logging.getLogger("vllm").propagate = True
     engine = make_engine(folder, max_num_batched_tokens=CHUNK)
-    logging.getLogger("vllm").propagate = False
     assert "have no room for a chunk of 128" in caplog.text
-    _, counted = engine.counted(lambda: engine.ask(tokens(LENGTH)))
+    _, counted = engine.counted(tokens(LENGTH))
     assert counted == {"sparse_tokens": LENGTH}
 
 
@@ -74,11 +77,9 @@ def test_layers_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind,
     else:
         sizes = {**SIZES, "tie_word_embeddings": True}
         save(tmp_path, Gemma2Config(**sizes, query_pre_attn_scalar=32), Gemma2ForCausalLM)
-    logging.getLogger("vllm").propagate = True
     engine = make_engine(tmp_path)
-    logging.getLogger("vllm").propagate = False
     assert "attention stays vLLM's" in caplog.text
-    answer, counted = engine.counted(lambda: engine.ask(tokens(LENGTH)))
+    answer, counted = engine.counted(tokens(LENGTH))
     assert counted == {}
     dense = engine.ask(tokens(LENGTH), settings="dense")
     assert answer.tokens == dense.tokens

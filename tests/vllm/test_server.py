@@ -10,9 +10,12 @@ import urllib.request
 
 import openai
 import pytest
-from engines import CHUNK, SETTINGS
+from engines import CHUNK, OPTIONS, SETTINGS
 
 LENGTH = 5 * CHUNK + 9
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+# Several processes, as it is served, with counters of their own.
+VARIABLES = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "H2O_PREFILL_COUNTERS": ""}
 
 
 @pytest.fixture(scope="module")
@@ -20,33 +23,18 @@ def address(folder, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {
-        "--model": folder,
-        "--served-model-name": "tiny",
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--dtype": "float32",
-        "--max-model-len": 2048,
-        "--max-num-seqs": 8,
-        "--max-num-batched-tokens": 4 * CHUNK + 8,
-        "--block-size": 32,
-    }
-    words = [str(x) for pair in options.items() for x in pair]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+    options = {name: x for name, x in OPTIONS.items() if not isinstance(x, bool)}
+    options |= {"served_model_name": "tiny", "host": "127.0.0.1", "port": port}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     # Elsewhere, where the sources are not found in the place of what is installed.
-    home = tmp_path_factory.mktemp("server")
-    log = home / "log"
-    # Several processes, as it is served, with counters of their own.
-    variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    variables.pop("H2O_PREFILL_COUNTERS", None)
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w") as out:
-        command.append("--enforce-eager")
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=variables, cwd=home)
+    home, url = tmp_path_factory.mktemp("server"), f"http://127.0.0.1:{port}"
+    with (home / "log").open("w") as log:
+        command = [*COMMAND, str(folder), *words, "--enforce-eager"]
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=VARIABLES, cwd=home)
     try:
         end = time.monotonic() + 300
         while not _answers(f"{url}/health"):
-            assert server.poll() is None and time.monotonic() < end, log.read_text()[-5000:]
+            assert server.poll() is None and time.monotonic() < end, (home / "log").read_text()
             time.sleep(1)
         yield url
     finally:
@@ -73,39 +61,29 @@ def test_a_server_answers_sparsely_and_shows_it(address, tokens):
 
     def ask(seed, **more):
         prompt = tokens(4 * CHUNK) + tokens(LENGTH - 4 * CHUNK, seed)
-        arguments = {"return_token_ids": True, **more}
-        return client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=3, temperature=0, extra_body=arguments
-        ).choices[0]
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "temperature": 0}
+        extra = {"return_token_ids": True, **more}
+        return client.completions.create(**asked, extra_body=extra).choices[0].token_ids
 
     first = ask(1)
     assert counters(address)["sparse_tokens_total"] == LENGTH
-    assert ask(1).token_ids == first.token_ids
+    assert ask(1) == first
     ask(2)
     found = counters(address)
     assert found["state_hits_total"] == 2 and found["lost_tokens_total"] == 0
     assert found["checkpoint_bytes"] > 0
     ask(3, vllm_xargs={"h2o_prefill": "exact"})
     assert counters(address)["exact_tokens_total"] == LENGTH
-    with pytest.raises(openai.BadRequestError, match="preset must be one of exact, recommended"):
-        ask(4, vllm_xargs={"h2o_prefill": "fast"})
-    with pytest.raises(openai.BadRequestError, match="hevy"):
-        ask(4, vllm_xargs={"h2o_prefill": f"{SETTINGS},hevy=1"})
-    assert ask(1).token_ids == first.token_ids
+    for wrong, message in {"fast": "preset must be one", f"{SETTINGS},hevy=1": "hevy"}.items():
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(4, vllm_xargs={"h2o_prefill": wrong})
+    assert ask(1) == first
 
 
 def test_an_engine_with_wrong_settings_does_not_start(folder, tmp_path):
-    variables = {**os.environ, "H2O_PREFILL_SETTINGS": "fast"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    done = subprocess.run(
-        command,
-        env=variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    variables = {**VARIABLES, "H2O_PREFILL_SETTINGS": "fast"}
+    options = {"env": variables, "cwd": tmp_path, "capture_output": True, "timeout": 200}
+    done = subprocess.run([*COMMAND, str(folder)], **options, text=True, check=False)
     assert done.returncode != 0
     message = 'H2O_PREFILL_SETTINGS: preset must be one of exact, recommended, h2o, got "fast"'
     assert message in done.stderr.strip().splitlines()[-1]

@@ -7,7 +7,7 @@ import torch
 
 from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.functional import recall_lists
-from h2o_prefill.state import empty_checkpoints, empty_state, estimated_kl
+from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters, read
 from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules, check_fits
 from h2o_prefill.vllm.state import Checkpoints
@@ -111,37 +111,6 @@ def test_steps_give_what_one_call_gives(settings, length):
         assert len(planner) == 0
     assert is_whole(found[0], expected, settings)
     assert found[1].equal(found[0]) and found[2].equal(found[0])
-
-
-@pytest.mark.parametrize("settings", SPARSE)
-def test_a_checkpoint_is_the_operators(settings):
-    config = PrefillConfig.parse(SPARSE[settings])
-    q, k, v = rows_of(tokens_of(3 * CHUNK), 1)
-    state = empty_state(k)
-    layer = config.of_layer(1)
-    size = layer.memory_size
-    kept = empty_checkpoints(3, state, size)
-    lists = (None,) * 3
-    if config.recall:
-        lists = recall_lists(torch.tensor([tokens_of(3 * CHUNK)]), 0, config)
-    buffers = torch.zeros_like(k), torch.zeros_like(v), torch.zeros(1, KV_HEADS, 3 * CHUNK)
-    memory = torch.full((1, KV_HEADS, size), -1, dtype=torch.int32)
-    told = memory, torch.zeros(2, dtype=torch.long), *lists, 1, config.replace(min_prefill=1)
-    ops.prefill_attention_(
-        q, k, v, *buffers, *told, SCALE, errors=state.errors, window=None,
-        checkpoint_memory=kept[0], checkpoint_scores=kept[1], checkpoint_errors=kept[2],
-    )  # fmt: skip
-    planner = make_planner(settings)
-    prompt = make_prompt(planner, tokens_of(3 * CHUNK))
-    run(planner, prompt, [CHUNK, 3 * CHUNK])
-    for number in (1, 2, 3):
-        key = prompt.key(number * CHUNK, CHUNK)
-        made = planner.checkpoints.find(key).layers[1]
-        width = made.memory.shape[2]
-        assert made.memory.equal(kept[0][number - 1][..., :width])
-        assert kept[0][number - 1][..., width:].eq(-1).all()
-        assert made.scores.equal(kept[1][number - 1][..., :width])
-        assert made.errors.equal(kept[2][number - 1])
 
 
 def test_a_batch_gives_what_its_requests_give_alone():
