@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from common.benchmark import Plan, TextFileOption, benchmark, new_app, read_corpus
+from common.benchmark import Plan, TextFileOption, benchmark, dtype_name, new_app, read_corpus
 from common.report import Report, Row
 from common.worker import Worker
+from transformers import AutoTokenizer
 
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.text import encode
@@ -42,14 +43,14 @@ def engine(
     of the last one, first while nothing is cached and then again with other questions.
     """
     corpus = read_corpus(text_file)
-    network, tokenizer = load_model(model, plan.dtypes[0])
     if not folder.exists():
+        network, tokenizer = load_model(model, plan.dtypes[0])
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    tokens = encode(tokenizer, corpus.text).tolist()
-    options = {"model": model, "text": corpus.source, "lengths": plan.lengths}
-    threads = max(plan.threads)
-    arguments = {"folder": str(folder.resolve()), "threads": threads, "longest": 8192}
+    tokens = encode(AutoTokenizer.from_pretrained(folder), corpus.text).tolist()
+    threads, dtype = max(plan.threads), dtype_name(plan.dtypes[0])
+    options = {"model": model, "text": corpus.source, "lengths": plan.lengths, "dtype": dtype}
+    arguments = {"folder": str(folder.resolve()), "threads": threads, "dtype": dtype}
     # The worker finds the installed package, not these sources with a library for another PyTorch.
     os.environ |= {"H2O_PREFILL_SETTINGS": "exact", "PYTHONSAFEPATH": "1"}
     with Report(plan, f"prefill of {model} inside of vLLM", **options) as report:

@@ -11,7 +11,7 @@ from typing import Any
 class Engine:
     """One engine, in one process, whose steps have room for two chunks."""
 
-    def __init__(self, folder: str, threads: int, longest: int) -> None:
+    def __init__(self, folder: str, threads: int, dtype: str) -> None:
         os.environ |= {
             "HF_HUB_OFFLINE": "1",
             "OMP_WAIT_POLICY": "passive",
@@ -24,8 +24,8 @@ class Engine:
 
         self._model = LLM(
             folder,
-            dtype="bfloat16",
-            max_model_len=longest,
+            dtype=dtype,
+            max_model_len=8192,
             max_num_batched_tokens=2048 + 16,
             max_num_seqs=16,
             enforce_eager=True,
