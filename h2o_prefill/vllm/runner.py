@@ -133,11 +133,13 @@ class Steps:
             checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
             self.planner = Planner(rules(), checkpoints, counters, self._token_text)
 
-    def begin(self, scheduled: dict[str, int]) -> None:
-        """Take note of a step: how many tokens of each request it has."""
-        self._scheduled, self._rows = scheduled, None
+    def begin(self, output: Any) -> None:
+        """Take note of a step of the scheduler."""
+        self._scheduled, self._rows = output.num_scheduled_tokens, None
         if self.planner is not None:
-            requests, held = self._runner.requests, self._prompts.items()
+            # A request that has ended may come again under its name.
+            requests = self._runner.requests.keys() - output.finished_req_ids
+            held = self._prompts.items()
             self.planner.forget_others(requests)
             self._prompts = {request: prompt for request, prompt in held if request in requests}
 
@@ -217,7 +219,7 @@ def install() -> None:
         if not hasattr(self, "h2o_prefill"):
             self.h2o_prefill = Steps(self)
         current = self.h2o_prefill
-        current.begin(scheduler_output.num_scheduled_tokens)
+        current.begin(scheduler_output)
         return result
 
     InputProcessor.process_inputs = process_inputs
