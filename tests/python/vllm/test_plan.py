@@ -1,0 +1,289 @@
+"""What an engine's steps leave to this library, on plain tensors in the place of an engine."""
+
+import random
+
+import pytest
+import torch
+
+from h2o_prefill import PrefillConfig, ops
+from h2o_prefill.functional import recall_lists
+from h2o_prefill.state import estimated_kl
+from h2o_prefill.vllm.counters import Counters, read
+from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules, check_fits
+from h2o_prefill.vllm.state import Checkpoints
+
+CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
+SIZES = f"chunk_size={CHUNK},local_window=6,heavy_budget=5,sink_tokens=1"
+SPARSE = {
+    "h2o": f"h2o,{SIZES}",
+    "recommended": f"recommended,{SIZES},recall_block=16,error_threshold=0.02",
+    "layers": f"h2o,{SIZES},dense_layers=0,wide=1x2",
+}
+DRAWN = torch.Generator().manual_seed(0)
+# Queries, keys and values of a layer are sums of a token's and a position's.
+OF_TOKEN, OF_POSITION = (
+    [
+        [torch.randn(rows, heads, DIM, generator=DRAWN) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        for _ in range(LAYERS)
+    ]
+    for rows in (VOCABULARY, 1000)
+)
+SCALE = DIM**-0.5
+
+
+def tokens_of(length, seed=0):
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+def rows_of(tokens, layer, dtype=torch.float32):
+    """Return queries, keys and values [1, heads, T, D] of a prompt."""
+    tables = zip(OF_TOKEN[layer], OF_POSITION[layer], strict=True)
+    rows = (token[list(tokens)] + position[: len(tokens)] for token, position in tables)
+    return [x.to(dtype).transpose(0, 1)[None] for x in rows]
+
+
+def make_planner(settings="h2o", max_bytes=1 << 30):
+    return Planner(Rules(SPARSE.get(settings, settings)), Checkpoints(max_bytes), Counters())
+
+
+def make_prompt(planner, tokens, request="a", settings=None, **fields):
+    return Prompt(request, tokens, planner.rules.choice(settings), **fields)
+
+
+def step(planner, *batch, tokens=None):
+    """Run a step; return the outputs [layers, T, Hq, D] of the requests, None of the engine's."""
+    planned = planner.plan(batch)
+    outputs = [None] * len(batch)
+    for row in planned:
+        prompt, past, total = batch[row.index]
+        outputs[row.index] = out = torch.full((LAYERS, total - past, HEADS, DIM), torch.nan)
+        for layer in range(LAYERS):
+            q, k, v = rows_of((tokens or prompt.tokens)[:total], layer)
+            row.attend(layer, q[:, :, past:], k, v, SCALE, out[layer])
+    return outputs
+
+
+def run(planner, prompt, ends, past=0):
+    """Return the outputs of a prompt whose steps end there."""
+    outputs = []
+    for end in ends:
+        outputs += step(planner, (prompt, past, end))
+        past = end
+    return torch.cat(outputs, dim=1)
+
+
+def whole(tokens, settings):
+    """Return the outputs of one call of the operator, and the errors of its layers."""
+    config = PrefillConfig.parse(SPARSE.get(settings, settings)).replace(min_prefill=1)
+    outputs, errors = [], []
+    for layer in range(LAYERS):
+        lists = (None,) * 3
+        if config.recall:
+            lists = recall_lists(torch.tensor([tokens]), 0, config)
+        told = None, None, *lists, 0, layer, config, SCALE
+        out, _, _, found = ops.prefill_attention(*rows_of(tokens, layer), *told)
+        outputs.append(out[0].transpose(0, 1))
+        errors.append(found)
+    return torch.stack(outputs), errors
+
+
+def is_whole(outputs, expected, settings):
+    """Return whether outputs are those of one call: dense layers multiply other blocks there."""
+    dense = LAYERS if settings == "exact" else 1 if settings == "layers" else 0
+    torch.testing.assert_close(outputs[:dense], expected[:dense])
+    return outputs[dense:].equal(expected[dense:])
+
+
+@pytest.mark.parametrize("settings", [*SPARSE, "exact"])
+@pytest.mark.parametrize("length", [5 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK + 19, CHUNK])
+def test_steps_give_what_one_call_gives(settings, length):
+    expected, errors = whole(tokens_of(length), settings)
+    found = []
+    for ends in ([length], [*range(CHUNK, length, CHUNK), length], [2 * CHUNK, length]):
+        planner = make_planner(settings)
+        planner.rules.chunk_size = CHUNK
+        prompt = make_prompt(planner, tokens_of(length))
+        found.append(run(planner, prompt, [end for end in ends if end <= length]))
+        planner.forget_others([])
+        if planner.rules.default.config.error_rows and length > CHUNK:
+            kl = float(estimated_kl(errors, planner.rules.default.config))
+            assert planner.counters["estimated_kl"] == pytest.approx(kl)
+        assert len(planner) == 0
+    assert is_whole(found[0], expected, settings)
+    assert found[1].equal(found[0]) and found[2].equal(found[0])
+
+
+def test_a_batch_gives_what_its_requests_give_alone():
+    planner = make_planner("recommended")
+    lengths = [3 * CHUNK + 7, 10, 2 * CHUNK, 2 * CHUNK + 3, 3 * CHUNK]
+    asked = [None, None, "exact", "dense", SPARSE["h2o"]]
+    prompts = [
+        make_prompt(planner, tokens_of(length, i), str(i), settings)
+        for i, (length, settings) in enumerate(zip(lengths, asked, strict=True))
+    ]
+    ends = [[min(2 * CHUNK, x), x] for x in lengths]
+    first = step(planner, *((p, 0, end[0]) for p, end in zip(prompts, ends, strict=True)))
+    assert [x is not None for x in first] == [True, False, True, False, True]
+    second = step(planner, (prompts[4], *ends[4]), (prompts[0], *ends[0]))
+    for i, last in (0, second[1]), (4, second[0]):
+        alone = run(make_planner("recommended"), prompts[i], ends[i])
+        assert torch.cat([first[i], last], dim=1).equal(alone)
+    counted = {kind: planner.counters[f"{kind}_tokens"] for kind in ("sparse", "exact", "lost")}
+    assert counted == {"sparse": lengths[0] + lengths[4], "exact": lengths[2], "lost": 0}
+
+
+@pytest.mark.parametrize("settings", SPARSE)
+def test_prefixes_give_what_prompts_from_nothing_give(settings):
+    drawn = random.Random(1)
+    planner = make_planner(settings)
+    texts = [tokens_of(4 * CHUNK + 5)]
+    run(planner, make_prompt(planner, texts[0], "first"), [len(texts[0])])
+    for i in range(12):
+        shared = drawn.choice(texts)
+        known = drawn.randrange(len(shared))
+        texts.append(shared[:known] + tokens_of(CHUNK + drawn.randrange(2 * CHUNK), seed=i + 1))
+        known -= known % CHUNK
+        prompt = make_prompt(planner, texts[-1], str(i))
+        found = run(planner, prompt, [len(texts[-1])], past=known)
+        assert is_whole(found, whole(texts[-1], settings)[0][:, known:], settings)
+    assert planner.counters["state_hits"] > 3 and planner.counters["state_misses"] == 0
+
+
+def test_a_prefix_is_found_in_the_step_that_computes_it():
+    planner = make_planner()
+    text = tokens_of(4 * CHUNK)
+    one, other = (make_prompt(planner, text, request) for request in "ab")
+    later, first = step(planner, (other, 2 * CHUNK, 4 * CHUNK), (one, 0, 3 * CHUNK))
+    expected, _ = whole(text, "h2o")
+    assert first.equal(expected[:, : 3 * CHUNK]) and later.equal(expected[:, 2 * CHUNK :])
+
+
+@pytest.mark.parametrize("past", [2 * CHUNK, 2 * CHUNK + 5])
+def test_without_a_state_a_prompt_is_dense_to_its_end(past):
+    planner = make_planner(max_bytes=0)
+    text = tokens_of(5 * CHUNK)
+    run(planner, make_prompt(planner, text), [2 * CHUNK])
+    found = run(planner, make_prompt(planner, text, "b"), [3 * CHUNK, 5 * CHUNK], past=past)
+    for layer in range(LAYERS):
+        expected = ops.dense_attention(*rows_of(text, layer), SCALE)[0].transpose(0, 1)
+        torch.testing.assert_close(found[layer], expected[past:])
+    assert planner.counters["state_misses"] == 1 and planner.counters["state_hits"] == 0
+    assert planner.counters["lost_tokens"] == 5 * CHUNK - past
+    assert planner.counters["checkpoint_bytes"] == 0
+
+
+def test_a_preempted_request_goes_on_from_a_checkpoint_and_prefills_its_answer_densely():
+    planner = make_planner()
+    text, answer = tokens_of(3 * CHUNK + 9), tokens_of(CHUNK, seed=5)
+    prompt = make_prompt(planner, text)
+    expected = run(planner, prompt, [CHUNK, len(text)])
+    assert step(planner, (prompt, len(text), len(text) + 1)) == [None]
+    for past in (0, CHUNK, 3 * CHUNK):
+        total = len(text) + len(answer)
+        (found,) = step(planner, (prompt, past, total), tokens=text + answer)
+        assert found[:, : len(text) - past].equal(expected[:, past:])
+        for layer in range(LAYERS):
+            dense = ops.dense_attention(*rows_of(text + answer, layer), SCALE)[0].transpose(0, 1)
+            torch.testing.assert_close(found[layer, len(text) - past :], dense[len(text) :])
+        planner.forget_others([])
+
+
+def test_steps_that_end_elsewhere_keep_nothing_for_others():
+    planner = make_planner()
+    text = tokens_of(4 * CHUNK)
+    run(planner, make_prompt(planner, text), [CHUNK + 3, 3 * CHUNK, 4 * CHUNK])
+    keys = [make_prompt(planner, text).key(n * CHUNK, CHUNK) for n in (1, 2, 3, 4)]
+    found = [planner.checkpoints.find(key) is not None for key in keys]
+    assert found == [True, False, False, False]
+
+
+def test_steps_end_at_chunks():
+    rules = Rules(SPARSE["h2o"])
+    cases = {
+        (0, 100, 200): 96,
+        (64, 90, 200): 64,  # no room: the request waits
+        (64, 200, 200): 200,
+        (64, 210, 200): 210,  # with tokens that were decoded
+        (200, 201, 200): 201,
+        (40, 70, 200): 64,  # a step that another scheduler had cut
+    }
+    for (past, total, length), end in cases.items():
+        assert rules.end_of_step(past, total, length) == end
+    assert list(rules.cut(20, 110, 80)) == [(20, 32), (32, 64), (64, 80), (80, 96), (96, 110)]
+
+
+def test_settings_of_requests():
+    rules = Rules(SPARSE["h2o"])
+    assert rules.choice() is rules.default and rules.default.is_sparse
+    assert rules.choice("dense") == Choice(None)
+    for lossless in ("dense", "exact", "exact,chunk_size=64"):
+        assert rules.choice(lossless).text == "" and not rules.choice(lossless).is_sparse
+    assert rules.choice(SPARSE["h2o"]).text != rules.choice(SPARSE["recommended"]).text
+    for wrong, message in {
+        "fast": "preset",
+        f"h2o,{SIZES},hevy=1": "hevy",
+        "h2o": "chunk_size must be 32, as of this engine, got 1024",
+        f"h2o,{SIZES},min_prefill=64": "min_prefill is not for engines",
+        f"h2o,{SIZES},dense_tail=4": "dense_tail must be 0",
+        7: "settings must be a text like 'recommended', got 7",
+    }.items():
+        with pytest.raises(ValueError, match=message) as raised:
+            rules.choice(wrong)
+        assert "\n" not in str(raised.value)
+    for fields in ("dense_layers=2", "wide=1.2x3", "wide=0x2+2x2"):
+        choice = rules.choice(f"h2o,{SIZES},{fields}")
+        check_fits(choice, 3, 3)
+        with pytest.raises(ValueError, match="must name layers < 2 and KV heads < 2, got"):
+            check_fits(choice, 2, 2)
+    check_fits(Choice(None), 1, 1)
+    assert Rules("exact").chunk_size == Rules("dense").chunk_size == 1024
+    assert not rules.takes(rules.default, CHUNK - 1) and rules.takes(rules.default, CHUNK)
+
+
+def test_keys_tell_apart_whatever_states_depend_on():
+    planner = make_planner()
+    text = tokens_of(3 * CHUNK)
+    prompts = [
+        make_prompt(planner, text),
+        make_prompt(planner, text, settings=SPARSE["recommended"]),
+        make_prompt(planner, text, owner="adapter"),
+        make_prompt(planner, text, images=[(CHUNK + 3, "cat")]),
+        make_prompt(planner, text, images=[(CHUNK + 3, "dog")]),
+        make_prompt(planner, [1 - text[0], *text[1:]]),
+    ]
+    keys = [prompt.key(2 * CHUNK, CHUNK) for prompt in prompts]
+    assert len(set(keys)) == len(prompts)
+    same = make_prompt(planner, [*text, 1, 2], "b", images=[(3 * CHUNK, "cat")])
+    assert same.key(2 * CHUNK, CHUNK) == keys[0]
+    # An image counts from its first token on.
+    assert prompts[3].key(CHUNK, CHUNK) == prompts[0].key(CHUNK, CHUNK)
+
+
+def test_states_stay_below_a_number_of_bytes():
+    planner = make_planner()
+    run(planner, make_prompt(planner, tokens_of(2 * CHUNK)), [2 * CHUNK])
+    planner.plan([])
+    one = planner.checkpoints.nbytes // 2
+    assert one > 0 and one * 2 == planner.counters["checkpoint_bytes"]
+    bounded = make_planner(max_bytes=5 * one)
+    for seed in range(200):
+        prompt = make_prompt(bounded, tokens_of(2 * CHUNK, seed), str(seed))
+        if seed % 3:
+            run(bounded, prompt, [2 * CHUNK])
+        else:
+            step(bounded, (prompt, 0, CHUNK))  # a client that leaves
+        bounded.forget_others([])
+        assert len(bounded.checkpoints) <= 5 + 2 and len(bounded) == 0
+        assert bounded.checkpoints.nbytes <= 5 * one
+    with pytest.raises(ValueError, match="max_bytes must be >= 0, got -1"):
+        Checkpoints(-1)
+
+
+def test_counters_are_summed_over_processes(tmp_path):
+    one, other = Counters(str(tmp_path)), Counters(str(tmp_path))
+    one.add("sparse_tokens", 5)
+    other.add("sparse_tokens", 7)
+    other.set("checkpoint_bytes", 3)
+    other.set("checkpoint_bytes", 2)
+    found = read(str(tmp_path))
+    assert found["sparse_tokens"] == 12 and found["checkpoint_bytes"] == 2

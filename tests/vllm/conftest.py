@@ -1,0 +1,54 @@
+"""A small Llama with random weights, and engines for it."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from engines import SIZES, VOCABULARY, Engine, save
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from h2o_prefill.vllm import runner
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    path = save(tmp_path_factory.mktemp("tiny"), LlamaConfig(**SIZES), LlamaForCausalLM)
+    pairs = map("".join, itertools.product("abcdefghijklmnop", repeat=2))
+    words = models.WordLevel({pair: number for number, pair in enumerate(pairs)})
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def make_engine():
+    """Make the engines of a module, one at a time: the last one ends when the next begins."""
+    made = []
+
+    def end():
+        runner.current = None
+        made.clear()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def make(*args, **options):
+        end()
+        made.append(Engine(*args, **options))
+        return made[0]
+
+    yield make
+    end()
+
+
+@pytest.fixture
+def tokens():
+    """Return so many random tokens."""
+
+    def draw(count, seed=0):
+        return torch.randint(
+            VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+
+    return draw

