@@ -129,7 +129,7 @@ def test_wrong_options_and_expected_errors(
             ["seconds", "tokens_per_second", "speedup", "rows_speedup"],
             ["dense", "sparse", "dense_rows", "sparse_rows"],
         ),
-        ("session", ["seconds", "speedup", "file_mb"], ["each", "session", "reopened"]),
+        ("session", ["seconds", "speedup", "file_mb"], ["each", "prefixes", "session", "reopened"]),
         ("decode", ["milliseconds", "tokens_per_second", "speedup"], ["stock", "enabled"]),
         pytest.param(
             "package",
