@@ -158,7 +158,8 @@ def decode(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = N
 def session(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
     """Time ten questions about one text: prefilled with each, or once, kept in memory or in a file.
 
-    "prefixes" keeps it in a PrefixCache, "reopened" has the file already. "speedup" is over the text prefilled with each question.
+    "prefixes" keeps it in a PrefixCache, "reopened" has the file already. "speedup" is over the
+    text prefilled with each question.
     """
     from common.variants import QUESTIONS, session_variants
 
