@@ -82,12 +82,11 @@ int64_t PackageSession::checkpoint_before(int64_t length) const {
 
 void PackageSession::truncate(int64_t length) {
   check_at_least("length", length, 0);
+  if (length == 0) return reset();  // whatever a caller has written into the position
   const int64_t all = this->length();
   if (length >= all) return;
   int64_t begin = last_chunk_begin();
-  if (length == 0) {
-    begin = 0;
-  } else if (length < scored_) {
+  if (length < scored_) {
     const auto found = checkpoints_.find(length);
     const bool exact = found != checkpoints_.end();
     const int64_t before = begin;
