@@ -4,10 +4,14 @@
 
 namespace h2o_prefill {
 
+at::Tensor scores_of_sets(const at::Tensor& scores, const at::Tensor& memory) {
+  return gather_rows(scores.unsqueeze(3), memory).squeeze(3);
+}
+
 Checkpoint checkpoint_of(const StateBuffers& state, int64_t length, int64_t last_chunk_begin) {
   const auto chunk = state.scores.narrow(2, last_chunk_begin, length - last_chunk_begin);
   return {.memory = state.memory.clone(),
-          .scores = gather_rows(state.scores.unsqueeze(3), state.memory).squeeze(3),
+          .scores = scores_of_sets(state.scores, state.memory),
           .errors = state.errors.clone(),
           .last_chunk_begin = last_chunk_begin,
           .chunk_scores = chunk.clone(at::MemoryFormat::Contiguous)};

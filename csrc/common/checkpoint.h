@@ -24,6 +24,9 @@ struct StateBuffers {
   at::Tensor errors;
 };
 
+// Scores [B, Hkv, any] of the positions of memory sets [B, Hkv, M]; 0 where those are -1.
+at::Tensor scores_of_sets(const at::Tensor& scores, const at::Tensor& memory);
+
 // A copy of the state after `length` tokens.
 Checkpoint checkpoint_of(const StateBuffers& state, int64_t length, int64_t last_chunk_begin);
 

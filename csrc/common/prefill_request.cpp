@@ -15,6 +15,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/checkpoint.h"
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/rules.h"
@@ -221,8 +222,7 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
 
 void PrefillRequest::fill_checkpoint(int64_t number) const {
   const auto sets = checkpoints.memory.select(0, number);
-  const auto received = scores.gather(2, sets.clamp_min(0).to(at::kLong));
-  checkpoints.scores.select(0, number).copy_(received.masked_fill(sets < 0, 0));
+  checkpoints.scores.select(0, number).copy_(scores_of_sets(scores, sets));
   const auto measured = checkpoints.errors.select(0, number);
   if (errors.defined()) {
     measured.copy_(errors);

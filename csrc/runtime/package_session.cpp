@@ -111,7 +111,7 @@ void PackageSession::check_cancelled() {
   if (cancelled_.exchange(false)) throw Cancelled();
 }
 
-at::Tensor PackageSession::run(const at::Tensor& token_ids, const at::Tensor& rows) {
+at::Tensor PackageSession::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
   const int64_t past = length();
   auto logits = package_->run(token_ids, rows, state_);
   // Callers may have moved the position.
@@ -128,14 +128,10 @@ at::Tensor PackageSession::run(const at::Tensor& token_ids, const at::Tensor& ro
   return logits;
 }
 
-at::Tensor PackageSession::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
-  return run(token_ids, rows);
-}
-
 at::Tensor PackageSession::forward(const at::Tensor& token_ids, Rows rows) {
   check(token_ids);
   const int64_t tokens = token_ids.size(1);
-  return run(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens));
+  return forward(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens));
 }
 
 at::Tensor PackageSession::forward_densely(const at::Tensor& token_ids, Rows rows) {

@@ -16,7 +16,7 @@ from torch.nn import functional
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.eval.runs import check_model, count_heads, last_logits_only
+from h2o_prefill.eval.runs import check_model, count_heads
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -195,6 +195,7 @@ def measure_attention(
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_model(model, length, "input_ids")
     from h2o_prefill.eval.observe import observe_attention
+    from h2o_prefill.hf.cache import last_logits_only
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)

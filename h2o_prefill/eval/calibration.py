@@ -22,7 +22,7 @@ from h2o_prefill.eval.attention_flops import (
 )
 from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import count_heads, last_logits_only
+from h2o_prefill.eval.runs import count_heads
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
@@ -208,6 +208,7 @@ def _measure_window(
 ) -> _Sums:
     """Run a window, its index and int64 [1, T], densely; return the sums of its errors."""
     from h2o_prefill.eval.observe import observe_attention
+    from h2o_prefill.hf.cache import last_logits_only
 
     config, token_text = settings
     index, prompt = window

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.eval.runs import last_logits_only
-
 _PROBE_TOKENS = 8
 
 
@@ -37,12 +35,14 @@ class PromptForward:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        from h2o_prefill.hf.cache import last_logits_only
+
+        self._model, self._last_only = model, last_logits_only(model)
         self._base: Any = getattr(model, "base_model", None)
         get: Any = getattr(model, "get_output_embeddings", None)
         layer = get() if callable(get) else None
         plain = isinstance(layer, nn.Module) and isinstance(self._base, nn.Module)
-        keeps_rows = plain and self._base is not model and last_logits_only(model)
+        keeps_rows = plain and self._base is not model and self._last_only
         self.head: Any = layer if keeps_rows and self._gives_logits(layer) else None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
@@ -55,7 +55,7 @@ class PromptForward:
 
     def prefill(self, input_ids: Tensor) -> float:
         """Return the seconds of a call that computes the logits of the last token only."""
-        return self._timed(input_ids, **last_logits_only(self._model))[1]
+        return self._timed(input_ids, **self._last_only)[1]
 
     def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
         _synchronize(input_ids.device)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.runs import check_dense, check_length
-
-
-def last_logits_only(model: nn.Module) -> dict[str, int]:
-    """Return the argument that makes a model compute the logits of the last token only, if any."""
-    parameters = inspect.signature(model.forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
 
 def check_chunks(config: PrefillConfig, tokens: int, argument: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.runs import check_counts, check_model, count_heads, last_logits_only
+from h2o_prefill.eval.runs import check_counts, check_model, count_heads
 from h2o_prefill.generation.prompts import random_ids
 from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 
@@ -186,7 +186,7 @@ def profile_memory(
 
 
 def _peak(model: Any, ids: Tensor, cache: Any) -> int:
-    from h2o_prefill.hf.cache import cache_argument
+    from h2o_prefill.hf.cache import cache_argument, last_logits_only
 
     arguments = {**cache_argument(model, cache), **last_logits_only(model)}
     return peak_bytes(lambda: model(input_ids=ids, **arguments))

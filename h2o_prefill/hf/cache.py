@@ -67,6 +67,11 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
     return {next(name for name in CACHE_NAMES if name in names): cache}
 
 
+def last_logits_only(model: nn.Module) -> dict[str, int]:
+    """Return the argument that makes a model compute the logits of the last token only, if any."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in argument_names(model) else {}
+
+
 class KeepsTokenIds(Cache):
     """The token ids that caches of this library keep with the layers, for lexical recall.
 

@@ -144,8 +144,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         buffers = keys, values, scores, state.memory, state.errors
         kept: list[Tensor] = []
         # With a dense tail, what follows it depends on where this call ends.
-        keeps = self.checkpoints is not None and config.dense_tail == 0
-        if keeps and (past == 0 or past in (self.checkpoints or ())):
+        before = None if config.dense_tail else self.checkpoints
+        if before is not None and (past == 0 or past in before):
             size = config.of_layer(options.layer).memory_size
             kept = empty_checkpoints(new // config.chunk_size, state, size)
         out = attend_in_buffers(query, added, buffers, position, options, checkpoints=kept)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
-from h2o_prefill.hf.cache import ChunkedPrefillCache, argument_names, cache_argument
+from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handle_of
 from h2o_prefill.hf.forward import CacheSnapshot
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
@@ -159,9 +159,7 @@ def _run_calls(
 ) -> Any:
     """Prefill in calls of these sizes; `name` is the argument that takes the tokens."""
     past = cache.get_seq_length()
-    known = "logits_to_keep" in argument_names(model)
-    options: dict[str, Any] = {"logits_to_keep": 1} if known else {}
-    options |= {**cache_argument(model, cache), "use_cache": True}
+    options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         call = {name: tokens[:, end - size : end]}
         if mask is not None:

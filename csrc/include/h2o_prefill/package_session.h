@@ -122,8 +122,6 @@ class H2O_API PackageSession {
   at::Tensor prefill_some(const at::Tensor& token_ids, int64_t* done);
   at::Tensor with_draft(int64_t token, int64_t most);
 
-  // Runs a call, and keeps a checkpoint if it was sparse.
-  at::Tensor run(const at::Tensor& token_ids, const at::Tensor& rows);
   int64_t last_chunk_begin() const;
   void place(int64_t length, int64_t last_chunk_begin);
 
