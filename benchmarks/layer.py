@@ -35,10 +35,14 @@ from h2o_prefill.generation import load_text
 from h2o_prefill.generation.gguf import convert_gguf
 from h2o_prefill.generation.models import packaged_gguf
 from h2o_prefill.generation.text import encode
-from h2o_prefill.presets import preset_config
+from h2o_prefill.presets import SPARSE_PRESETS, preset_config
 
 app = new_app()
 
+CROSSOVER_LENGTHS = (
+    (1, 512, 1024, 1100, 1300, 1536, 2048, 2560, 3072, 4096, 8192, 16384, 32768, 65536),
+    (1, 64, 200),
+)
 PREFILL_LENGTHS = ((1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1, 64, 200))
 RECALL_LENGTHS = ((4096, 8192), (200,))
 MEMORY_LENGTHS = ((1024, 2048, 4096, 8192, 16384), (64, 200))
@@ -113,6 +117,54 @@ def _prefill_row(
         "speedup_by_flops": speedup["speedup"] / flop_ratio,
     }
     return row, sum(map(timings.median, calls))
+
+
+@benchmark(app, "crossover", "dtype", "shape", "device", lengths=CROSSOVER_LENGTHS, seconds=10.0)
+def crossover(plan: Plan) -> None:
+    """Time the attention that min_prefill "auto" chooses against the fastest dense attention.
+
+    Dense attention is of this library and of PyTorch. Random tensors have larger errors than text,
+    so memory sets may only double. "product" is the cost of a query-key product of the preset h2o
+    in products of dense attention: its median over lengths of two chunks and more is the device's
+    row in csrc/common/device_costs.h.
+    """
+    title = "attention as min_prefill=auto chooses it, beside the fastest dense attention"
+    with Report(plan, title, lengths=plan.lengths) as report:
+        for case, name in itertools.product(plan.cases(), SPARSE_PRESETS):
+            config = plan.config(name)
+            config = config.replace(max_widen=min(config.max_widen, 2))
+            find, last = _recall_finder(plan, config), None
+            for length in plan.lengths:
+                if not plan.affords(length, last):
+                    break
+                row, taken = _crossover_row(case, length, config, find(length), plan.seconds)
+                report.add(**case.fields, preset=name, length=length, **row)
+                last = (length, taken)
+        device, _, _ = torch.ops.h2o_prefill.device_cost(torch.empty(0))
+        report.note(f"rows of csrc/common/device_costs.h for {device}: the medians of product")
+
+
+def _crossover_row(
+    case: Case, length: int, config: PrefillConfig, lists: RecallLists, seconds: float
+) -> tuple[Row, float]:
+    """Return a row, and the seconds that one call of every candidate took."""
+    q, k, v = case.qkv(length)
+    dense = {**sdpa_calls(q, k, v, causal=True), "exact": partial(ops.dense_attention, q, k, v)}
+    timings = case.compare({**dense, "sparse": _sparse_call((q, k, v), config, lists)}, seconds)
+    fastest = min(dense, key=timings.median)
+    ratio = timings.ratio(fastest, "sparse").value
+    is_sparse = length >= config.shortest_sparse_prompt(q, 1, k.shape[1])
+    chosen = "sparse" if is_sparse else fastest if case.on_gpu else "exact"
+    flops = dense_dot_products(length) / sparse_dot_products(length, config, lists)
+    row = {
+        "fastest_dense": fastest,
+        "dense_milliseconds": 1e3 * timings.median(fastest),
+        "sparse_speedup": ratio,
+        "product": flops / ratio if not config.recall else None,
+        "chosen": chosen,
+        "speedup": timings.ratio(fastest, chosen).value if chosen != fastest else 1.0,
+    }
+    return row, sum(map(timings.median, (*dense, "sparse")))
 
 
 def _recall_finder(plan: Plan, config: PrefillConfig) -> Callable[[int], RecallLists]:

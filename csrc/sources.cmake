@@ -10,6 +10,7 @@ set(H2O_HOST_SOURCES
     common/checks.cpp
     common/checksum.cpp
     common/config.cpp
+    common/crossover.cpp
     common/linear_attention_request.cpp
     common/memory_sets.cpp
     common/prefill_request.cpp

@@ -16,11 +16,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h2o_prefill._warn import warn
 
 _Native = torch.classes.h2o_prefill.PrefillConfig
 _DEFAULTS = _Native()
+
+# A `min_prefill` by the costs of the device, and how C++ has it.
+AUTO, _NATIVE_AUTO = "auto", -1
 
 
 def _setting(name: str, text: str) -> Any:
@@ -78,10 +82,12 @@ class PrefillConfig:
         "gqa_reduce",
         'Reduction of scores over the query heads that share a KV head: "sum" or "max".',
     )
-    min_prefill: int | None = _setting(
+    min_prefill: int | str | None = _setting(
         "min_prefill",
-        "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "
-        "`chunk_size`.",
+        "Minimum number of new tokens for a sparse call; shorter calls are dense. None: "
+        '`chunk_size`. "auto", as in the presets: a prompt is dense where it is too short for '
+        "sparse attention to be faster on its device, by the tokens of its first call, or of all "
+        "calls where they are known.",
     )
     recall: int = _setting(
         "recall",
@@ -169,6 +175,28 @@ class PrefillConfig:
         return _native_of(self)
 
     @property
+    def is_auto(self) -> bool:
+        """Whether `min_prefill` is open."""
+        return self.min_prefill == AUTO
+
+    def shortest_sparse_prompt(self, like: Tensor, layers: int = 1, kv_heads: int = 1) -> int:
+        """Return from how many tokens on sparse attention is faster on a tensor's device."""
+        return _shortest(self, like.device, like.dtype, layers, kv_heads)
+
+    def resolved(self, shortest: int, prompt_tokens: int) -> PrefillConfig:
+        """Return the settings of a prompt, with an open `min_prefill` resolved.
+
+        It is `chunk_size` for prompts of at least `shortest` tokens, and `shortest` for others.
+        """
+        if not self.is_auto:
+            return self
+        return self.with_min_prefill(self.chunk_size if prompt_tokens >= shortest else shortest)
+
+    def with_min_prefill(self, tokens: int) -> PrefillConfig:
+        """Return the settings of a prompt whose open `min_prefill` was resolved."""
+        return _with_min_prefill(self, tokens)
+
+    @property
     def memory_size(self) -> int:
         """Maximum number of positions in a memory set: K + L + H, of the widest head."""
         return int(self.native.memory_size())
@@ -218,10 +246,18 @@ class PrefillConfig:
         return self if not text else PrefillConfig.from_native(self.native.with_fields(text))
 
 
+def crossover_text(like: Tensor, shortest: int) -> str:
+    """Return why prompts of fewer than `shortest` tokens are dense on the device of a tensor."""
+    device, _, measured = torch.ops.h2o_prefill.device_cost(like)
+    where = f"{device}, {str(like.dtype).removeprefix('torch.')}"
+    how = "which is faster on" if measured else "which is assumed to be faster on the unmeasured"
+    return f"prompts of fewer than {shortest:,} tokens are dense, {how} {where}"
+
+
 def _with_parameters(docstring: str) -> str:
     """Return the docstring of the class with the parameters' section."""
     types = {
-        "int | None": "int, optional",
+        "int | str | None": 'int or "auto", optional',
         "tuple[int, ...]": "tuple of int",
         "tuple[tuple[int, ...], ...]": "str or tuple of tuples of int",
     }
@@ -278,7 +314,9 @@ def _typed(name: str, value: Any) -> Any:
         return tuple(_as_factor(one) for one in _as_sequence(name, value, "factors"))
     if isinstance(default, list):
         return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
-    return None if default is None and value is None else _as_int(name, value)
+    if name == "min_prefill" and value in (None, AUTO, _NATIVE_AUTO):
+        return None if value is None else AUTO
+    return _as_int(name, value)
 
 
 def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:
@@ -307,16 +345,28 @@ def _as_int(name: str, value: Any) -> int:
 
 @lru_cache(maxsize=256)
 def _native_of(config: PrefillConfig) -> Any:
-    return _Native(
-        **{
-            name: _as_lists(value) if isinstance(value, tuple) else value
-            for name, value in vars(config).items()
-        }
-    )
+    return _Native(**{name: _as_native(value) for name, value in vars(config).items()})
 
 
-def _as_lists(value: Any) -> Any:
-    return [list(x) if isinstance(x, tuple) else x for x in value]
+def _as_native(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [list(x) if isinstance(x, tuple) else x for x in value]
+    return _NATIVE_AUTO if value == AUTO else value
+
+
+@lru_cache(maxsize=256)
+def _shortest(
+    config: PrefillConfig, device: torch.device, dtype: torch.dtype, layers: int, kv_heads: int
+) -> int:
+    like = torch.empty(0, device=device, dtype=dtype)
+    return int(config.native.shortest_sparse_prompt(like, layers, kv_heads))
+
+
+@lru_cache(maxsize=256)
+def _with_min_prefill(config: PrefillConfig, tokens: int) -> PrefillConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The open settings have warned already.
+        return config.replace(min_prefill=tokens)
 
 
 @lru_cache(maxsize=256)

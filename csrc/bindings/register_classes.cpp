@@ -15,6 +15,7 @@
 #include "h2o_prefill/chunked_sparse_attention.h"
 #include "h2o_prefill/compact_past.h"
 #include "h2o_prefill/config.h"
+#include "h2o_prefill/crossover.h"
 #include "h2o_prefill/memory_set_tracker.h"
 #include "h2o_prefill/prefill_context.h"
 
@@ -154,6 +155,16 @@ void register_config(torch::Library& m) {
            "Return the memory sets that the next chunk after a state attends to.", {arg("state")})
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
+      .def("shortest_sparse_prompt",
+           [](const Config& self, const at::Tensor& like, int64_t layers, int64_t kv_heads) {
+             return shortest_sparse_prompt(self->config, device_cost(like).sparse_product, layers,
+                                           kv_heads);
+           },
+           "Return the length from which sparse attention is faster on the device of a tensor.",
+           {arg("like"), arg("layers"), arg("kv_heads")})
+      .def("resolved", of(&PrefillConfig::resolved),
+           "Return the settings of a prompt, with an open min_prefill resolved.",
+           {arg("shortest"), arg("prompt_tokens")})
       .def("is_dense_layer", of(&PrefillConfig::is_dense_layer),
            "Return whether a layer stays dense.", {arg("layer")})
       .def("is_sparse", of(&PrefillConfig::is_sparse),
@@ -387,13 +398,17 @@ void register_context(torch::Library& m) {
            "Set the text of the vocabulary, int32 [vocabulary, any], that calls recall by too.",
            {arg("token_text")})
       .def("begin",
-           [](const Context& self, const at::Tensor& token_ids) { self->begin(token_ids); },
-           "Begin a call with new tokens, int64 [B, T], and find the keys that they recall.",
-           {arg("token_ids")})
+           [](const Context& self, const at::Tensor& token_ids, std::optional<int64_t> total) {
+             self->begin(token_ids, total);
+           },
+           "Begin a call with new tokens, int64 [B, T]; total_tokens: with those of later calls.",
+           {arg("token_ids"), arg("total_tokens") = std::optional<int64_t>()})
       .def("begin_without_ids",
-           [](const Context& self, int64_t num_tokens) { self->begin(num_tokens); },
+           [](const Context& self, int64_t num_tokens, std::optional<int64_t> total) {
+             self->begin(num_tokens, total);
+           },
            "Begin a call of tokens whose ids are not known; nothing is recalled from then on.",
-           {arg("num_tokens")})
+           {arg("num_tokens"), arg("total_tokens") = std::optional<int64_t>()})
       .def("attend", &PrefillContext::attend,
            "Attend with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, "
            "Dv] of the call's tokens; return [B, Hq, T, Dv].",

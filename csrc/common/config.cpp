@@ -26,6 +26,7 @@ const std::vector<Preset>& presets() {
        {.local_window = 512,
         .heavy_budget = 256,
         .gqa_reduce = "max",
+        .min_prefill = PrefillConfig::kAuto,
         .recall = 6,
         .recall_block = 64,
         .recall_suffix = 2,
@@ -35,7 +36,7 @@ const std::vector<Preset>& presets() {
         .error_rows = 8,
         .error_threshold = 0.003,
         .max_widen = 8}},
-      {"h2o", {}},
+      {"h2o", {.min_prefill = PrefillConfig::kAuto}},
   };
   return all;
 }
@@ -57,6 +58,7 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 }
 
 const char* const kNone = "none";
+const char* const kAutoText = "auto";
 
 bool is_none(std::string_view text) { return text == kNone || text == "None"; }
 
@@ -66,6 +68,7 @@ std::string to_text(int64_t value) { return std::to_string(value); }
 std::string to_text(bool value) { return value ? "true" : "false"; }
 std::string to_text(const std::string& value) { return value; }
 std::string to_text(const std::optional<int64_t>& value) {
+  if (value == PrefillConfig::kAuto) return kAutoText;
   return value ? std::to_string(*value) : kNone;
 }
 std::string to_text(const std::vector<int64_t>& values) {
@@ -103,7 +106,8 @@ bool parse_value(std::string_view text, std::string& value) {
 }
 bool parse_value(std::string_view text, std::optional<int64_t>& value) {
   value.reset();
-  return is_none(text) || parse_value(text, value.emplace());
+  if (text == kAutoText) value = PrefillConfig::kAuto;
+  return value || is_none(text) || parse_value(text, value.emplace());
 }
 bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   values.clear();
@@ -137,7 +141,7 @@ const char* form_of(const std::vector<std::vector<int64_t>>&) {
 }
 const char* form_of(const bool&) { return "true or false"; }
 const char* form_of(const std::string&) { return "a text"; }
-const char* form_of(const std::optional<int64_t>&) { return "an int or none"; }
+const char* form_of(const std::optional<int64_t>&) { return "an int, auto or none"; }
 const char* form_of(const std::vector<int64_t>&) { return "layers like 7+17, or none"; }
 
 std::vector<std::string> field_names() {
@@ -198,7 +202,7 @@ void check_range(const char* name, int64_t value, const Bounds& bounds) {
 void check_range(const char* /*name*/, bool /*value*/, const Bounds& /*bounds*/) {}
 void check_range(const char* /*name*/, const std::string& /*value*/, const Bounds& /*bounds*/) {}
 void check_range(const char* name, const std::optional<int64_t>& value, const Bounds& bounds) {
-  if (value) check_range(name, *value, bounds);
+  if (value && value != PrefillConfig::kAuto) check_range(name, *value, bounds);
 }
 void check_range(const char* name, const std::vector<int64_t>& values, const Bounds& bounds) {
   for (const int64_t value : values) check_range(name, value, bounds);
@@ -249,7 +253,7 @@ PrefillConfig PrefillConfig::preset(std::string_view name) {
 PrefillConfig PrefillConfig::parse(std::string_view text) {
   const size_t comma = text.find(',');
   const std::string_view first = text.substr(0, comma);
-  if (first.find('=') != std::string_view::npos) return PrefillConfig().with(text);
+  if (first.find('=') != std::string_view::npos) return preset("h2o").with(text);
   const PrefillConfig base = preset(first);
   return comma == std::string_view::npos ? base : base.with(text.substr(comma + 1));
 }
@@ -268,6 +272,7 @@ PrefillConfig PrefillConfig::with(std::string_view fields) const {
 std::string PrefillConfig::to_string() const {
   std::vector<std::string> shortest;
   for (const Preset& preset : presets()) {
+    if (preset.config.exact != exact) continue;
     std::vector<std::string> parts = differences(*this, preset.config);
     parts.insert(parts.begin(), preset.name);
     if (shortest.empty() || parts.size() < shortest.size()) shortest = std::move(parts);
@@ -352,6 +357,18 @@ int64_t PrefillConfig::widest() const {
 
 int64_t PrefillConfig::memory_size() const {
   return sink_tokens + widest() * (widens() ? max_widen : 1) * (local_window + heavy_budget);
+}
+
+PrefillConfig PrefillConfig::resolved(int64_t shortest, int64_t prompt_tokens) const {
+  PrefillConfig config = *this;
+  if (is_auto()) config.min_prefill = prompt_tokens >= shortest ? chunk_size : shortest;
+  return config;
+}
+
+bool PrefillConfig::matches(const PrefillConfig& other) const {
+  PrefillConfig mine = *this, its = other;
+  if (is_auto() || other.is_auto()) mine.min_prefill = its.min_prefill;
+  return mine == its;
 }
 
 bool PrefillConfig::is_dense_layer(int64_t layer) const { return contains(dense_layers, layer); }

@@ -12,6 +12,7 @@
 #include "common/prefill_request.h"
 #include "common/rules.h"
 #include "core/state_header.h"
+#include "h2o_prefill/crossover.h"
 #include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
@@ -47,7 +48,7 @@ std::string to_text(const at::Tensor& bytes) {
 
 PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillConfig config,
                                bool checkpoints)
-    : attention_(std::move(config)) {
+    : given_(std::move(config)), attention_(given_) {
   check_at_least("num_layers", num_layers, 1);
   check_at_least("max_tokens", max_tokens, 1);
   std::vector<int64_t> layers = this->config().dense_layers;
@@ -69,7 +70,8 @@ int64_t PrefillContext::length() const {
   return shortest;
 }
 
-void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> batch) {
+void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> total_tokens,
+                                std::optional<int64_t> batch) {
   const int64_t past = length();
   check_call_tokens(past, num_tokens);
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
@@ -82,11 +84,13 @@ void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> batch
                     ", the tokens after this call, got ", cache_->max_capacity());
   undo_incomplete_call();  // one that no layer attended in: its ids are not the prompt's
   call_.reset();
+  if (past == 0 && given_.is_auto()) attention_ = ChunkedSparseAttention(given_);
   TORCH_CHECK_VALUE(!batch || past == 0 || !ids_known_ || *batch == ids_.size(0),
                     "token_ids must have the batch size of the prompt (", ids_.size(0), "), got ",
                     *batch);
   call_ = Call{.past = past,
                .num_tokens = num_tokens,
+               .prompt_tokens = std::max(total_tokens.value_or(0), num_tokens),
                .ids_known = ids_known_,
                .layers = std::vector<std::optional<LayerState>>(num_layers()),
                .batch = batch};
@@ -106,17 +110,17 @@ void PrefillContext::undo_incomplete_call() {
   ids_length_ = std::min(ids_length_, call_->past);
 }
 
-void PrefillContext::begin(int64_t num_tokens) {
-  begin_call(num_tokens);
+void PrefillContext::begin(int64_t num_tokens, std::optional<int64_t> total_tokens) {
+  begin_call(num_tokens, total_tokens);
   ids_known_ = ids_known_ && num_tokens == 0;
 }
 
-void PrefillContext::begin(const at::Tensor& token_ids) {
+void PrefillContext::begin(const at::Tensor& token_ids, std::optional<int64_t> total_tokens) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   const int64_t past = length();
   const int64_t added = token_ids.size(1);
-  begin_call(added, token_ids.size(0));
+  begin_call(added, total_tokens, token_ids.size(0));
   if (!ids_known_) return;
   // Ordinary tensors, as in the cache.
   const c10::InferenceMode ordinary_tensors(false);
@@ -129,9 +133,6 @@ void PrefillContext::begin(const at::Tensor& token_ids) {
   }
   ids_.narrow(1, past, added).copy_(token_ids);
   ids_length_ = past + added;
-  if (config().recall > 0 && config().is_sparse_call(past, added)) {
-    call_->recall = lexical_recall(ids_.narrow(1, 0, ids_length_), past, config(), token_text_);
-  }
 }
 
 void PrefillContext::set_token_text(const at::Tensor& token_text) {
@@ -139,8 +140,27 @@ void PrefillContext::set_token_text(const at::Tensor& token_text) {
   token_text_ = token_text;
 }
 
+void PrefillContext::resolve(const at::Tensor& key) {
+  if (!given_.is_auto() || config().min_prefill == given_.chunk_size) return;
+  if (!shortest_) {
+    shortest_ =
+        shortest_sparse_prompt(given_, device_cost(key).sparse_product, num_layers(), key.size(1));
+  }
+  // The session of a package may be open still.
+  const bool is_sparse = tracker_->has_scores(num_layers() - 1);
+  const int64_t tokens = is_sparse ? *shortest_ : call_->past + call_->prompt_tokens;
+  const PrefillConfig resolved = given_.resolved(*shortest_, tokens);
+  if (resolved.min_prefill == config().min_prefill) return;
+  attention_ = ChunkedSparseAttention(resolved);
+}
+
 const RecallLists& PrefillContext::recall_on(const at::Device& device) {
   RecallLists& lists = call_->recall;
+  const bool wanted = config().recall > 0 && ids_known_ && ids_length_ > call_->past &&
+                      config().is_sparse_call(call_->past, call_->num_tokens);
+  if (wanted && !lists.offsets.defined()) {
+    lists = lexical_recall(ids_.narrow(1, 0, ids_length_), call_->past, config(), token_text_);
+  }
   if (lists.offsets.defined() && lists.offsets.device() != device) {
     lists = converted(lists, [&](const at::Tensor& list) { return list.to(device); });
   }
@@ -162,6 +182,8 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
   TORCH_CHECK_VALUE(cache_->length(layer) == call_->past,
                     "a layer must attend once in a call, layer ", layer,
                     " has attended already: begin() the next call");
+  check_dims("key", key, 4);
+  resolve(key);
   if (call_->num_tokens > 0 && config().is_sparse(layer, call_->past, call_->num_tokens)) {
     call_->layers[layer] = tracker_->state(layer);
   }
@@ -234,13 +256,14 @@ void PrefillContext::load(const std::string& path, const std::string& model, boo
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
   const auto begins = tensors.at("last_chunk_begin");
-  session.check(model, config(), num_layers(), cache_->max_capacity());
+  session.check(model, given_, num_layers(), cache_->max_capacity());
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     const int64_t rows = tensors.at(session_prefix(layer) + "key").size(2);
     TORCH_CHECK_VALUE(rows == tokens, "session must have the keys of all ", tokens,
                       " tokens, layer ", layer, " has ", rows);
   }
   reset();
+  if (given_.is_auto()) attention_ = ChunkedSparseAttention(PrefillConfig::parse(session.settings));
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     const std::string prefix = session_prefix(layer);
     cache_->append(layer, tensors.at(prefix + "key"), tensors.at(prefix + "value"));

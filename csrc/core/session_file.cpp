@@ -224,7 +224,7 @@ void SessionFile::check(const std::string& wanted_model, const PrefillConfig& wa
                         int64_t layers, int64_t max_tokens) const {
   check_model(wanted_model);
   const auto here = PrefillConfig::parse(settings);
-  TORCH_CHECK_VALUE(here == wanted_settings, "session must have the settings ",
+  TORCH_CHECK_VALUE(here.matches(wanted_settings), "session must have the settings ",
                     wanted_settings.to_string(), ", got ", here.to_string());
   const int64_t held = tensors.at("last_chunk_begin").size(0);
   TORCH_CHECK_VALUE(held == layers && length <= max_tokens, "session must have ", layers,

@@ -10,6 +10,7 @@
 
 #include "common/checkpoint.h"
 #include "common/rules.h"
+#include "h2o_prefill/crossover.h"
 #include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
@@ -143,12 +144,23 @@ at::Tensor PackageSession::forward_densely(const at::Tensor& token_ids, Rows row
   return rows == Rows::kLast ? logits.back() : at::cat(logits);
 }
 
+int64_t PackageSession::shortest_sparse_prompt() const {
+  const PackageInfo& info = package_->info();
+  const at::Tensor& key = state_[kFirstLayer];
+  if (!info.settings.is_auto() || info.settings.chunk_size == 1) return 0;
+  return h2o_prefill::shortest_sparse_prompt(info.settings, device_cost(key).sparse_product,
+                                             info.layers, key.size(1));
+}
+
 at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* done) {
   check_cancelled();
   const PrefillConfig& settings = package_->info().settings;
-  // Calls of whole chunks. A rest that would be dense, or decoded, joins the last one.
-  const int64_t step = kChunksOfCall * settings.chunk_size;
-  const int64_t least = std::max<int64_t>(settings.sparse_from(), 2);
+  // Calls of whole chunks. A rest that would be dense, or decoded, joins the last one. Calls of a
+  // prompt that is not worth a sparse call are too short to be one.
+  const int64_t length = this->length() - *done + token_ids.size(1);
+  const bool dense = scored_ == 0 && length < shortest_sparse_prompt();
+  const int64_t step = dense ? settings.sparse_from() - 1 : kChunksOfCall * settings.chunk_size;
+  const int64_t least = dense ? 1 : std::max<int64_t>(settings.sparse_from(), 2);
   const int64_t left = token_ids.size(1) - *done;
   const int64_t tokens = left - step < least ? left : step;
   const auto logits = forward(token_ids.narrow(1, *done, tokens));

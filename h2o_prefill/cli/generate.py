@@ -221,6 +221,7 @@ def _answer_prompt(
             timing = generate_timed(network, tokenizer, *given)
         if one.package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
+            config = handle.state.resolve(network, timing.prompt_tokens)
         else:
             kl = network.estimated_kl
         if one.session is not None and kept is not None:

@@ -13,7 +13,13 @@ from h2o_prefill.presets import PRESETS
 def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
     from h2o_prefill.eval import PROTOCOLS
-    from h2o_prefill.eval.report import cuda_kernels, environment, linear_attention, operators
+    from h2o_prefill.eval.report import (
+        crossovers,
+        cuda_kernels,
+        environment,
+        linear_attention,
+        operators,
+    )
     from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 
     with outputs.json_output(json_file) as save_json:
@@ -21,6 +27,7 @@ def info(json_file: options.JsonOption = None) -> None:
             "environment": environment(),
             "operators (devices)": operators(),
             "CUDA kernels": cuda_kernels(),
+            "shortest sparse prompt": crossovers(),
             "linear attention": linear_attention(),
             "command line": {
                 "default model": DEFAULT_MODEL,

@@ -15,6 +15,8 @@ import torch
 
 import h2o_prefill
 from h2o_prefill._atomic_write import replaced_file
+from h2o_prefill.config import crossover_text
+from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
 
 
 def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -94,6 +96,19 @@ def cuda_kernels() -> dict[str, str]:
         "composite versions": "float64; other head dims, since kernels copy 16 bytes at a time",
         "dense attention": "PyTorch's own for one query, or as many queries as keys",
     }
+
+
+def crossovers() -> dict[str, str]:
+    """Return from which length on a preset is faster than dense attention, by dtype."""
+    device = "cuda" if gpu_name() else "cpu"
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.empty(0, device=device, dtype=dtype)
+        for name in SPARSE_PRESETS:
+            shortest = PRESETS[name].shortest_sparse_prompt(like)
+            text = crossover_text(like, shortest)
+            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = text
+    return found
 
 
 def linear_attention() -> dict[str, str]:

@@ -79,6 +79,8 @@ class KeepsTokenIds(Cache):
     """
 
     _token_ids: list[Tensor] | None
+    # What an open `min_prefill` was resolved to: once the prompt is sparse, the chunk size.
+    min_prefill: int | None = None
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -225,6 +227,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         cache = cls(config=model.config)
         try:
             cache._origin = fill(cache.layers, session, model)
+            cache.min_prefill = PrefillConfig.parse(session.settings).sparse_from
         except ValueError as error:
             raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
         ids = session.token_ids
@@ -278,14 +281,20 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         self._token_ids = []
 
 
-def note_use(cache: Any, model: nn.Module, enabled: Any, past: int, was_sparse: bool) -> None:
+def note_use(
+    model: nn.Module, enabled: Any, config: PrefillConfig, cache: Any, past: int, was_sparse: bool
+) -> None:
     """Note which enabled model has just used a cache, of `past` tokens before, and with what."""
     if not isinstance(cache, ChunkedPrefillCache):
         return
     before, new = cache._origin if past else None, (length_of(cache) or 0) - past
     # Weights are looked at once a prompt and question, not with every decoded token.
     marks = enabled.marks(model) if before is None or new != 1 else before.marks
-    now = Origin(weakref.ref(model), settings_fields(enabled.config), marks)
+    now = Origin(weakref.ref(model), settings_fields(config), marks)
+    if before is not None and enabled.config.is_auto:
+        # What was open may have become sparse.
+        same = PrefillConfig.parse(before.settings).replace(min_prefill=config.min_prefill)
+        before = replace(before, settings=settings_fields(same))
     cache._origin = now if before is None else before.after(now, was_sparse)
 
 
@@ -505,7 +514,12 @@ def _in_width(state: PrefillState | None, memory_size: int) -> PrefillState | No
 def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
-    settings = None if enabled is None else settings_fields(enabled.config)
+    settings = None
+    if enabled is not None:
+        settings = settings_fields(enabled.config)
+        if enabled.config.is_auto:
+            number = PrefillConfig.parse(session.settings).min_prefill
+            settings = settings_fields(enabled.config.replace(min_prefill=number))
     marks = marks_of(model) if enabled is None else enabled.marks(model)
     if enabled is None:  # then rule, tokenizer and settings come from the file
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)

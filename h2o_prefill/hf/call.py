@@ -89,7 +89,7 @@ class Call:
             if context is not None and is_causal(module, kwargs):
                 length = context.filled.get(length, length)
         layer = None if context is None else _cache_layer(module, context, key)
-        config = (DEFAULT_STATE if context is None else context.enabled).config
+        config = (DEFAULT_STATE if context is None else context).config
         sizes = query.shape[0], query.shape[2], key.shape[2]
         padding = _padding_of_call(module, context, window, sizes)
         return cls(*given, config, context, None, None, layer, length, window, padding)
@@ -239,7 +239,7 @@ def _padding_of_call(
     if window is not None:
         padding = window.padding
         # Of a window that cuts every long row, no row is sparse.
-        if padding is not None and not padding.has_long_row(context.enabled.config):
+        if padding is not None and not padding.has_long_row(context.config):
             return None
     if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
         return None

@@ -207,8 +207,9 @@ def enable(
 ) -> PrefillHandle:
     """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
 
-    Calls with at least one chunk of new tokens are sparse. Decoding, short calls and everything
-    that is not supported stay dense, with one warning for each reason. On CPUs, plain causal calls
+    Prompts are sparse from the length on at which that is faster on the model's device
+    (`min_prefill`). Decoding and everything that is not supported stay dense, with one warning for
+    each reason. On CPUs, plain causal calls
     that PyTorch's attention would compute go through `ops.dense_attention`, and layers whose
     window, or chunk, is shorter than the prompt through operators that visit no key outside of it,
     with the same results up to rounding; other dense calls through the attention that the model had
@@ -277,6 +278,7 @@ def enable(
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:
+        chosen = chosen.resolved(chosen.chunk_size, chosen.chunk_size)
         check_shardable(model, chosen)
     text = text_for(tokenizer, chosen)
     if select is not None and (chosen.exact or process_group is not None):
@@ -502,7 +504,8 @@ def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, o
         return
     if context.call is not None:
         _take_from_graph(context, context.call)
-    note_use(context.cache, hook.handle.model, hook.enabled, context.begun, context.was_sparse)
+    held = context.cache, context.begun, context.was_sparse
+    note_use(hook.handle.model, hook.enabled, context.config, *held)
 
 
 def _leave_out(*_args: Any, **_kwargs: Any) -> None:
@@ -537,7 +540,7 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
         if static:
             raise ValueError("select must not be given with a static cache: its call is a graph")
         return  # Attention breaks the graph.
-    new, config = context.new, context.enabled.config
+    new, config = context.new, context.config
     position = context.cache.position_for(new) if static else None
     past = context.past if position is None else int(position[0]) if new > 1 else 0
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2

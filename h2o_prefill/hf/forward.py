@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,7 +19,16 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
-from h2o_prefill.hf.kinds import NAME, Padding, Rows, Span, Window, switched, windows_ahead
+from h2o_prefill.hf.kinds import (
+    NAME,
+    Padding,
+    Rows,
+    Span,
+    Window,
+    is_unpadded,
+    switched,
+    windows_ahead,
+)
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
@@ -32,6 +43,9 @@ OWN_PADDING = (
 )
 
 ALL_ROWS = slice(None)
+
+# The length of a prompt after all of its calls, 0 if nobody has said.
+_announced: ContextVar[int] = ContextVar("announced", default=0)
 
 # The running forward of this thread.
 _current = threading.local()
@@ -93,6 +107,23 @@ class EnabledState:
         """Keep the errors of a layer, [B, Hkv, 4], for reports."""
         if layer is not None and errors is not None:
             self.errors[layer] = errors
+
+    def shortest_sparse_prompt(self, model: Any) -> int:
+        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
+        text = model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        layers = text.num_hidden_layers
+        return self.config.shortest_sparse_prompt(self.like(model), layers, heads)
+
+    def like(self, model: Any) -> Tensor:
+        """Return an empty tensor of the model's dtype on its device."""
+        return torch.empty(0, device=model.device, dtype=model.dtype)
+
+    def resolve(self, model: Any, tokens: int) -> PrefillConfig:
+        """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
+        if not self.config.is_auto:
+            return self.config
+        return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
     def marks(self, model: Any) -> Marks:
         """Return what tells the present state of this model from others."""
@@ -247,8 +278,9 @@ def _versions(layer: Any) -> list[tuple[str, int, Any]]:
 class ForwardContext:
     """One forward of an enabled model, shared by the models nested in it."""
 
-    def __init__(self, enabled: EnabledState) -> None:
+    def __init__(self, enabled: EnabledState, model: nn.Module) -> None:
         self.enabled = enabled
+        self.model = model  # the outermost
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: ForwardContext | None = None
@@ -270,6 +302,8 @@ class ForwardContext:
         # Static caches: number of filled slots, by number of slots.
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal
+        self.attention_mask: Any = None  # as the outermost model was called with it
+        self._config: PrefillConfig | None = None
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
@@ -284,6 +318,8 @@ class ForwardContext:
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
+        if self.attention_mask is None:
+            self.attention_mask = arguments["attention_mask"]
         if self.tokens is None:
             self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
         if self.cache is None and cache is not None:
@@ -303,6 +339,27 @@ class ForwardContext:
                 if masks.get("full_attention", masks) is None:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
+
+    @property
+    def config(self) -> PrefillConfig:
+        """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
+        if self._config is None:
+            self._config = self._resolve()
+        return self._config
+
+    def _resolve(self) -> PrefillConfig:
+        given = self.enabled.config
+        if not given.is_auto:
+            return given
+        if self.begun and getattr(self.cache, "min_prefill", None) == given.chunk_size:
+            return given.with_min_prefill(given.chunk_size)
+        mask = self.attention_mask
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not is_unpadded(mask, mask.shape[1]):
+            length = 0  # Each row counts for itself.
+        else:
+            length = max(self.begun + self.new, _announced.get())
+            length = length if self.begun else max(length, _tokens_of_generate())
+        return self.enabled.resolve(self.model, length)
 
     @property
     def new(self) -> int:
@@ -343,7 +400,7 @@ class ForwardContext:
 
         In a padded batch, for the rows whose tokens fill `span`.
         """
-        if self.enabled.config.recall == 0:
+        if self.config.recall == 0:
             return NO_RECALL
         end = past + new - self.candidates_in(past, new)
         first, stop = span or (0, past + new)
@@ -354,7 +411,7 @@ class ForwardContext:
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
             prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
-            return recall_lists(prompt, past, self.enabled.config, self.enabled.token_text)
+            return recall_lists(prompt, past, self.config, self.enabled.token_text)
 
         lists: RecallLists = self.shared(("recall", span), find)
         moved: RecallLists = self.shared(
@@ -396,12 +453,14 @@ class ForwardContext:
             self._snapshot.restore()
         elif isinstance(self.cache, KeepsTokenIds):
             self.cache.append_token_ids(self.input_ids)
+            if self._config is not None and self.enabled.config.is_auto:
+                self.cache.min_prefill = self._config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""
-        least, ids = self.enabled.config.sparse_from, self.input_ids
+        least, ids = self.config.sparse_from, self.input_ids
         if self.cache is None or ids is None or ids.shape[1] < 2:
             return
         known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
@@ -432,7 +491,7 @@ def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     # A hook inside of a model may call the model: that is a forward of its own.
     again = context is not None and any(module is model for module in context.modules)
     if context is None or again or context.enabled is not enabled:
-        outer, context = context, ForwardContext(enabled)
+        outer, context = context, ForwardContext(enabled, model)
         context.outer, context.frame = outer, _frame_of_forward()
         _running.append(context)
         _current.context = context
@@ -490,6 +549,24 @@ def _close(context: ForwardContext, failed: bool) -> None:
     _running.remove(context)
     graph.call, graph.layer = None if context.outer is None else context.outer.call, None
     context.finish(failed)
+
+
+@contextlib.contextmanager
+def announce(length: int) -> Iterator[None]:
+    """Say how long a prompt is after its calls in this block."""
+    token = _announced.set(max(_announced.get(), length))
+    try:
+        yield
+    finally:
+        _announced.reset(token)
+
+
+def _tokens_of_generate() -> int:
+    """Return the tokens of the prompt that `generate(prefill_chunk_size=...)` cuts, 0 if none."""
+    for frame in _frames():
+        if frame.f_code.co_name == "_prefill" and "generation_config" in frame.f_locals:
+            return int(frame.f_locals["input_ids"].shape[1])
+    return 0
 
 
 def _frames() -> Iterator[FrameType]:

@@ -134,7 +134,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
             return None
         if context is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
             padding = _padding(context, arguments, make)
-            if padding is not None and padding.has_long_row(context.enabled.config):
+            if padding is not None and padding.has_long_row(context.config):
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL

@@ -18,7 +18,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handle_of
-from h2o_prefill.hf.forward import CacheSnapshot
+from h2o_prefill.hf.forward import CacheSnapshot, announce
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import (
     Stage,
@@ -133,7 +133,7 @@ def chunked_prefill(
             return contextlib.nullcontext(handle)
         return enable(model, chosen, tokenizer=tokenizer, strict=strict)
 
-    with sparse() as used, torch.no_grad():
+    with sparse() as used, torch.no_grad(), announce(past + tokens.shape[1]):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
@@ -187,7 +187,7 @@ def _run_stages(
     snapshot, ids = CacheSnapshot(cache), cache._token_ids
     pipeline.ranks.check_same(
         {
-            "settings": handle.config.to_string(),
+            "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
             "select": "" if handle.state.select is None else handle.state.select.name,
             "tokenizer": digest(handle.token_text),
             "versions": versions(),

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
+from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill
@@ -134,8 +135,9 @@ class PrefixCache:
         enabled = enabled_of(model.config)
         if enabled is None:
             return cache, 0
-        now = Origin(weakref.ref(model), settings_fields(enabled.config), enabled.marks(model))
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
+        config = enabled.resolve(model, length)
+        now = Origin(weakref.ref(model), settings_fields(config), enabled.marks(model))
         with self._lock:
             found = self._root(now)
             held = _matching(found, input_ids[0].cpu().long())
@@ -144,13 +146,15 @@ class PrefixCache:
             self._use(last)
         if last.end:
             cache._origin = now
+            cache.min_prefill = config.sparse_from if enabled.config.is_auto else None
             cache._token_ids = [input_ids[:, : last.end].long()]
             _fill(cache, last.path(), length - last.end + _ROOM)
         # What follows a dense tail depends on where its call ended.
         end = 0 if enabled.config.dense_tail else (length - 1) // step * step
         if last.is_chunk and last.end < end:
             new = input_ids[:, last.end : end]
-            chunked_prefill(model, new, chunks_per_call=1, cache=cache)
+            with announce(length):
+                chunked_prefill(model, new, chunks_per_call=1, cache=cache)
             self.add(cache)
         return cache, last.end
 
@@ -176,11 +180,12 @@ class PrefixCache:
         ids = known[0].cpu()
         config = PrefillConfig.parse(settings_text(origin.settings))
         chunk = config.chunk_size
+        dense = config.exact or cache.min_prefill not in (None, chunk)
         with self._lock:
             last = self._root(origin)
             end = last.end + chunk
             while end <= ids.shape[0] and cache.checkpoint_before(end) == end:
-                if not _is_checkpointed(cache, end, config.exact):
+                if not _is_checkpointed(cache, end, dense):
                     break
                 last = self._down(last, cache, ids, end, is_chunk=True)
                 end += chunk
@@ -245,13 +250,13 @@ def _matching(root: _Piece, ids: Tensor) -> Iterator[_Piece]:
             yield from _matching(piece, ids)
 
 
-def _is_checkpointed(cache: ChunkedPrefillCache, end: int, exact: bool) -> bool:
-    """Return whether sparse calls, or dense ones of `exact` settings, have prefilled so far."""
+def _is_checkpointed(cache: ChunkedPrefillCache, end: int, dense: bool) -> bool:
+    """Return whether sparse calls, or those of an all dense prompt, have prefilled so far."""
     layers: list[Any] = cache.layers
     if not all(type(layer) is ChunkedPrefillLayer for layer in layers):
         return False
     sparse = [layer for layer in layers if layer.state is not None]
-    return (exact or bool(sparse)) and all(end in (layer.checkpoints or ()) for layer in sparse)
+    return (dense or bool(sparse)) and all(end in (layer.checkpoints or ()) for layer in sparse)
 
 
 def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:

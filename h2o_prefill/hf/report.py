@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import PrefillConfig, crossover_text
 from h2o_prefill.hf.forward import EnabledState, LayerCalls
 from h2o_prefill.hf.kinds import (
     NAME,
@@ -56,6 +56,9 @@ class ModelReport:
     # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
     estimated_kl: tuple[float, ...] | None = None
     select: str = ""  # the name of the selection rule, empty if there is none
+    # Tokens of the shortest sparse prompt, and why, if `min_prefill` is "auto".
+    shortest_sparse_prompt: int | None = None
+    crossover: str = ""
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
@@ -75,6 +78,8 @@ class ModelReport:
         source = f" (profile {self.profile})" if self.profile else ""
         source += f", keys selected by {self.select}" if self.select else ""
         lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]
+        if self.crossover:
+            lines.append(self.crossover)
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
         if self.estimated_kl is not None:
@@ -94,7 +99,15 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
         ),
         None if enabled is None else _estimated_kl(enabled),
         "" if enabled is None or enabled.select is None else enabled.select.name,
+        *_crossover(model, enabled),
     )
+
+
+def _crossover(model: Any, enabled: EnabledState | None) -> tuple[int | None, str]:
+    if enabled is None or not enabled.config.is_auto:
+        return None, ""
+    like, shortest = enabled.like(model), enabled.shortest_sparse_prompt(model)
+    return shortest, crossover_text(like, shortest)
 
 
 def no_model(given: Any) -> ValueError:

@@ -12,8 +12,12 @@
 
 namespace h2o_prefill {
 
-// A default-constructed config is the preset "h2o": the algorithm as specified, with no option on.
+// A default-constructed config is the algorithm as specified, with no option on: the preset "h2o",
+// but sparse in every call of a chunk or more.
 struct H2O_API PrefillConfig {
+  // A min_prefill by the costs of the device: see resolved() and crossover.h.
+  static constexpr int64_t kAuto = -1;
+
   int64_t chunk_size = 1024;   // S, tokens of a chunk; inside a chunk attention is exact
   int64_t local_window = 256;  // L, last positions before a chunk, always in its memory set
   int64_t heavy_budget = 256;  // H, positions kept for their score (heavy hitters)
@@ -24,8 +28,9 @@ struct H2O_API PrefillConfig {
   // of them instead.
   std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
-  std::optional<int64_t> min_prefill =
-      {};                         // calls with fewer new tokens are dense; none: chunk_size
+  // Calls with fewer new tokens are dense; none: chunk_size. "auto" in a text, kAuto here: dense
+  // where a prompt is too short for sparse attention to be faster.
+  std::optional<int64_t> min_prefill = {};
   int64_t recall = 0;             // earlier matches recalled for a token (n-gram lookup)
   int64_t recall_block = 128;     // rows that share a list of recalled keys; divides chunk_size
   int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
@@ -86,8 +91,20 @@ struct H2O_API PrefillConfig {
   // Whether memory sets grow where errors are large.
   bool widens() const { return error_rows > 0 && max_widen > 1; }
 
-  // Minimum number of new tokens for a sparse call.
-  int64_t sparse_from() const { return min_prefill.value_or(chunk_size); }
+  // Whether min_prefill is open.
+  bool is_auto() const { return min_prefill == kAuto; }
+
+  // These settings for a prompt of so many tokens on a device where sparse attention is faster from
+  // `shortest` tokens on: min_prefill is chunk_size for longer prompts, and `shortest` for others.
+  // A min_prefill that is not open stays.
+  PrefillConfig resolved(int64_t shortest, int64_t prompt_tokens) const;
+
+  // Whether two settings are the same but for what an open min_prefill was resolved to.
+  bool matches(const PrefillConfig& other) const;
+
+  // Minimum number of new tokens for a sparse call; of a min_prefill that is still open,
+  // chunk_size.
+  int64_t sparse_from() const { return is_auto() ? chunk_size : min_prefill.value_or(chunk_size); }
 
   bool is_dense_layer(int64_t layer) const;
 

@@ -86,7 +86,9 @@ class H2O_API PackageSession {
   at::Tensor forward_densely(const at::Tensor& token_ids, Rows rows = Rows::kLast);
 
   // The same in calls of a few chunks, between which it tells its progress and can be cancelled:
-  // the tokens so far stay then. Returns the logits [1, vocabulary] of the last token.
+  // the tokens so far stay then. Where the package's min_prefill is open and the prompt too
+  // short for sparse attention to be faster, the calls are dense. Returns the logits [1,
+  // vocabulary] of the last token.
   at::Tensor prefill(const at::Tensor& token_ids,
                      const std::function<void(int64_t, int64_t)>& on_progress = {});
 
@@ -121,6 +123,8 @@ class H2O_API PackageSession {
   // Prefills the next tokens of a prompt, in one call; returns the logits of the last of them.
   at::Tensor prefill_some(const at::Tensor& token_ids, int64_t* done);
   at::Tensor with_draft(int64_t token, int64_t most);
+  // From which length on a prompt is sparse, if the package's min_prefill is open; else 0.
+  int64_t shortest_sparse_prompt() const;
 
   int64_t last_chunk_begin() const;
   void place(int64_t length, int64_t last_chunk_begin);

@@ -43,14 +43,15 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // pickled form.
   void set_token_text(const at::Tensor& token_text);
 
-  // Begins a call with new tokens, int64 [B, T], and finds the keys that they recall, once for all
-  // layers. Throws if some layers have not attended in the previous call: truncate(length()) undoes
-  // that call.
-  void begin(const at::Tensor& token_ids);
+  // Begins a call with new tokens, int64 [B, T]; what they recall is found once for all layers.
+  // total_tokens: of this call and those that go on with the prompt, where they are known. An open
+  // min_prefill is resolved by the length of the prompt after them; a sparse prompt stays so. Throws
+  // if some layers have not attended in the previous call: truncate(length()) undoes that call.
+  void begin(const at::Tensor& token_ids, std::optional<int64_t> total_tokens = std::nullopt);
 
   // Begins a call of num_tokens tokens whose ids are unknown. Nothing is recalled from then on,
   // until reset().
-  void begin(int64_t num_tokens);
+  void begin(int64_t num_tokens, std::optional<int64_t> total_tokens = std::nullopt);
 
   // Attends with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, Dv] of
   // the call's tokens, after RoPE, once for each layer. Returns [B, Hq, T, Dv]. scale: the softmax
@@ -84,6 +85,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // for, or without the keys that have left a sliding window; the prompt stays as it was.
   void load(const std::string& path, const std::string& model, bool verify = true);
 
+  // The settings, with min_prefill as it was resolved for the last call.
   const PrefillConfig& config() const { return attention_.config(); }
   const c10::intrusive_ptr<ChunkedKVCache>& cache() const { return cache_; }
   const c10::intrusive_ptr<MemorySetTracker>& tracker() const { return tracker_; }
@@ -101,6 +103,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   struct Call {
     int64_t past = 0;
     int64_t num_tokens = 0;
+    int64_t prompt_tokens = 0;
     // The state before the call, as far as the call may change it.
     bool ids_known = true;
     std::vector<std::optional<LayerState>> layers = {};  // before a layer attended sparsely
@@ -109,16 +112,21 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   };
 
   // Begins a call; throws if the previous one is incomplete. batch: of the token ids, if given.
-  void begin_call(int64_t num_tokens, std::optional<int64_t> batch = std::nullopt);
+  void begin_call(int64_t num_tokens, std::optional<int64_t> total_tokens,
+                  std::optional<int64_t> batch = std::nullopt);
+  // Resolves an open min_prefill for a call with keys like this one.
+  void resolve(const at::Tensor& key);
   // Restores the scores and the memory set that a layer had before the call.
   void undo(int64_t layer);
   // Undoes the call under way unless all layers have attended in it.
   void undo_incomplete_call();
-  // The recall lists, moved to a device.
+  // The recall lists of the call, on a device.
   const RecallLists& recall_on(const at::Device& device);
 
   int64_t num_layers() const { return cache_->num_layers(); }
 
+  PrefillConfig given_;
+  std::optional<int64_t> shortest_;  // tokens of a prompt that is sparse, if min_prefill is open
   ChunkedSparseAttention attention_;
   c10::intrusive_ptr<ChunkedKVCache> cache_;
   c10::intrusive_ptr<MemorySetTracker> tracker_;

@@ -1,5 +1,7 @@
 #include "h2o_prefill/config.h"
 
+#include "h2o_prefill/crossover.h"
+#include "h2o_prefill/library.h"
 #include "testing.h"
 
 namespace h2o_prefill::testing {
@@ -17,8 +19,8 @@ TEST(PrefillConfig, ErrorsNameFieldRuleAndValue) {
 TEST(PrefillConfig, PresetsAndTexts) {
   EXPECT_EQ(PrefillConfig::preset_names(),
             (std::vector<std::string>{"exact", "recommended", "h2o"}));
-  EXPECT_EQ(PrefillConfig::preset("h2o"), PrefillConfig());
-  EXPECT_EQ(PrefillConfig().to_string(), "h2o");
+  EXPECT_EQ(PrefillConfig::preset("h2o"), PrefillConfig{.min_prefill = PrefillConfig::kAuto});
+  EXPECT_EQ(PrefillConfig().to_string(), "h2o,min_prefill=none");
   EXPECT_FALSE(PrefillConfig::preset("exact").is_sparse(0, 0, 4096));
   const auto recommended = PrefillConfig::preset("recommended");
   EXPECT_GT(recommended.recall, 0);
@@ -30,9 +32,61 @@ TEST(PrefillConfig, PresetsAndTexts) {
   EXPECT_EQ(config, recommended);
   EXPECT_EQ(PrefillConfig::parse("min_prefill=5,dense_layers=0").to_string(),
             "h2o,dense_layers=0,min_prefill=5");
-  EXPECT_EQ(PrefillConfig::parse("h2o,min_prefill=none"), PrefillConfig());
+  EXPECT_EQ(PrefillConfig::parse("min_prefill=none"), PrefillConfig());
   EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,min_prefill=5,min_prefill=none"),
                      "min_prefill must be given once, got \"min_prefill=5,min_prefill=none\"");
+}
+
+TEST(PrefillConfig, AnOpenMinPrefillIsResolvedByTheLengthOfAPrompt) {
+  const auto open = PrefillConfig::parse("recommended,min_prefill=auto");
+  EXPECT_EQ(open, PrefillConfig::preset("recommended"));
+  EXPECT_EQ(open.sparse_from(), 1024);
+  EXPECT_EQ(open.resolved(3000, 3000).min_prefill, 1024);
+  EXPECT_EQ(open.resolved(3000, 2999).min_prefill, 3000);
+  const auto given = PrefillConfig::parse("recommended,min_prefill=7");
+  EXPECT_EQ(given.resolved(3000, 1), given);
+  EXPECT_TRUE(given.matches(open) && open.matches(given));
+  EXPECT_FALSE(given.matches(PrefillConfig::parse("recommended,min_prefill=8")));
+  EXPECT_FALSE(open.matches(PrefillConfig::parse("h2o,min_prefill=8")));
+}
+
+// At a cost of 1 a prompt is sparse from where one head has 5 % fewer products.
+TEST(Crossover, ShortestSparsePromptHasFewerProducts) {
+  const auto config = PrefillConfig::parse("h2o,chunk_size=16,local_window=3,heavy_budget=5");
+  const auto gain = [](int64_t tokens) {
+    double dense = 0, sparse = 0;
+    for (int64_t row = 0; row < tokens; ++row) {
+      const int64_t begin = row / 16 * 16;
+      dense += static_cast<double>(row + 1);
+      sparse += static_cast<double>(row - begin + 1 + (begin > 0 ? 8 : 0));
+    }
+    return dense / sparse;
+  };
+  for (const double cost : {1.0, 1.5, 4.0}) {
+    const int64_t shortest = shortest_sparse_prompt(config, cost, 2, 2);
+    EXPECT_GE(gain(shortest), 1.05 * cost);
+    EXPECT_LT(gain(shortest - 2), 1.05 * cost);
+  }
+}
+
+TEST(Crossover, LargerSetsNeedLongerPrompts) {
+  const auto shortest = [](const char* fields) {
+    return shortest_sparse_prompt(PrefillConfig::preset("h2o").with(fields), 1.5, 2, 2);
+  };
+  const int64_t plain = shortest("heavy_budget=256");
+  for (const char* fields : {"heavy_budget=512", "sink_tokens=200", "wide=1x2", "wide=1.0x4",
+                             "recall=8", "error_rows=8,max_widen=2", "dense_tail=512"}) {
+    EXPECT_GT(shortest(fields), plain) << fields;
+  }
+  EXPECT_EQ(shortest("dense_layers=1"), plain);
+  EXPECT_GT(shortest("heavy_budget=4194304"), int64_t{1} << 30);  // never
+}
+
+TEST(Crossover, UnmeasuredDevicesAreAssumedToBeSlow) {
+  EXPECT_EQ(device_cost(at::empty({0})).device, cpu_isa());
+  const auto unknown = device_cost(at::empty({0}, at::device(at::kMeta)));
+  EXPECT_FALSE(unknown.measured);
+  EXPECT_GT(unknown.sparse_product, 6.0);
 }
 
 TEST(PrefillConfig, WideLayersHaveLargerBudgets) {

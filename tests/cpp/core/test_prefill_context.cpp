@@ -7,6 +7,7 @@
 #include <iterator>
 #include <thread>
 
+#include "h2o_prefill/crossover.h"
 #include "h2o_prefill/ops.h"
 #include "h2o_prefill/session_file.h"
 #include "testing.h"
@@ -19,7 +20,7 @@ constexpr int64_t kContextLayers = 2;
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
       "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
-      "wide=1x2+0.1x3,error_rows=4");
+      "wide=1x2+0.1x3,error_rows=4,min_prefill=none");
 }
 
 PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
@@ -56,6 +57,9 @@ struct LayeredPrompt {
   std::vector<Qkv> qkv;
 };
 
+// The layers of a context that have scores.
+bool is_sparse(const PrefillContext& context) { return context.tracker()->has_scores(1); }
+
 // Lengths, settings, ids, scores, memory sets and keys: everything but room in the buffers.
 void expect_same_state(const PrefillContext& context, const PrefillContext& expected) {
   ASSERT_EQ(context.length(), expected.length());
@@ -72,6 +76,40 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
     EXPECT_TRUE(same(context.cache()->key(layer), expected.cache()->key(layer)));
     EXPECT_TRUE(same(context.cache()->value(layer), expected.cache()->value(layer)));
   }
+}
+
+TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
+  const LayeredPrompt prompt(80);
+  PrefillConfig config = recalling_config();
+  auto expected = new_context(config);
+  const auto out = prompt.run(expected, 0, 80);
+  config.min_prefill = PrefillConfig::kAuto;
+  const int64_t shortest = shortest_sparse_prompt(
+      config, device_cost(prompt.qkv[0].k).sparse_product, kContextLayers, 2);
+  ASSERT_GT(shortest, 16);
+  ASSERT_LT(shortest, 64);
+
+  auto whole = new_context(config);
+  EXPECT_TRUE(same(prompt.run(whole, 0, 80), out));
+  EXPECT_EQ(whole.config().min_prefill, 16);
+  auto announced = new_context(config);
+  announced.begin(prompt.ids.slice(1, 0, 16), /*total_tokens=*/80);
+  for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+    const auto x = prompt.qkv[layer].tokens(0, 16);
+    announced.attend(layer, x.q, x.k, x.v);
+  }
+  EXPECT_TRUE(same(prompt.run(announced, 16, 80), out.narrow(3, 16, 64)));
+
+  auto context = new_context(config);
+  prompt.run(context, 0, 16);
+  EXPECT_FALSE(is_sparse(context));
+  EXPECT_EQ(context.config().min_prefill, shortest);
+  prompt.run(context, 16, 64);  // the prompt is long enough now, and stays so
+  EXPECT_TRUE(is_sparse(context));
+  EXPECT_EQ(context.config().min_prefill, 16);
+  context.reset();
+  prompt.run(context, 0, shortest - 1);
+  EXPECT_FALSE(is_sparse(context));
 }
 
 TEST(PrefillContext, ALayerWithAWindowIsExactInIt) {

@@ -71,7 +71,9 @@ def test_wrong_texts(text, message):
 @pytest.mark.parametrize("yes", ["true", "True", "1"])
 def test_values_as_python_prints_them(yes):
     text = f"h2o,block_diagonal={yes},exact=False,min_prefill=None,dense_layers=None"
-    assert PrefillConfig.parse(text) == PrefillConfig.parse("h2o,block_diagonal=true")
+    assert PrefillConfig.parse(text) == PrefillConfig.parse(
+        "h2o,block_diagonal=true,min_prefill=none"
+    )
 
 
 def test_numpy_integers_are_integers():
@@ -119,7 +121,7 @@ def test_settings_come_whole_by_name_or_by_default():
 
 def test_overrides_win():
     config = chosen_config("h2o,sink_tokens=3", {"heavy_budget": 128, "recall": 2})
-    assert config == PrefillConfig(heavy_budget=128, sink_tokens=3, recall=2)
+    assert config == PrefillConfig(heavy_budget=128, sink_tokens=3, recall=2, min_prefill="auto")
 
 
 @pytest.mark.parametrize(("chunk_size", "block"), [(96, 32), (1000, 8), (2048, 64), (17, 1)])

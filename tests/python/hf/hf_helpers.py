@@ -10,10 +10,20 @@ from transformers import DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, enable, ops
 
-SPARSE: dict[str, Any] = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+SPARSE: dict[str, Any] = {
+    "chunk_size": 16,
+    "local_window": 4,
+    "heavy_budget": 4,
+    "min_prefill": None,
+}
 OTHER: dict[str, Any] = {**SPARSE, "chunk_size": 32}
 # Holds every prompt of these tests.
-EXACT: dict[str, Any] = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+EXACT: dict[str, Any] = {
+    "chunk_size": 16,
+    "local_window": 64,
+    "heavy_budget": 64,
+    "min_prefill": None,
+}
 RECALL: dict[str, Any] = {**SPARSE, "recall": 2, "recall_block": 8}
 H2O: dict[str, Any] = {"config": "h2o", **SPARSE}
 RECOMMENDED: dict[str, Any] = {"config": "recommended", "recall_block": 8, **SPARSE}

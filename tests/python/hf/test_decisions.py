@@ -60,7 +60,7 @@ def test_an_empty_memory_set_is_dense_unless_asked_for(llama, ids, sparse_layers
 )
 def test_settings_that_make_calls_and_layers_dense(llama, ids, sparse_layers, settings, layers):
     stock = llama(ids).logits
-    with enable(llama, strict=True, **settings, **SPARSE):
+    with enable(llama, strict=True, **{**SPARSE, **settings}):
         ours = llama(ids).logits
     assert sparse_layers == [72] * layers
     if layers == 0:

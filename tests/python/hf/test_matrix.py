@@ -101,7 +101,7 @@ def test_with_a_small_memory_it_is_the_oracle(build, prompt, logits_by_the_oracl
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_calls_in_multiples_of_the_chunk_equal_one_call(build, ids, family, options):
     model = build(family, "eager")
-    with enable(model, strict=True, min_prefill=2, **options):
+    with enable(model, strict=True, **{**options, "min_prefill": 2}):
         whole_cache = new_cache(model)
         whole = model(ids, past_key_values=whole_cache).logits
         for lengths in ((16, 56), (32, 16, 24), (16, 16, 16, 16, 8), (64, 8)):
@@ -119,7 +119,7 @@ def test_any_cache_and_prefill_chunk_size_generate_the_same(
     build, ids, sparse_layers, family, implementation
 ):
     model = build(family, implementation)
-    with enable(model, min_prefill=2, strict=True, **SPARSE, **WIDENING):
+    with enable(model, strict=True, **{**SPARSE, **WIDENING, "min_prefill": 2}):
         whole, rows = generate(model, ids, "none"), 72 * FAMILIES[family]
         assert sum(sparse_layers) == rows
         for kind in CACHES:
@@ -140,7 +140,7 @@ def test_no_layer_whose_window_hides_keys_needs_a_mask(model, ids, monkeypatch):
     stock = model(ids).logits
     expected = generate(model, more[:, :80], "none")
     warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
-    with enable(model, **EXACT, min_prefill=1000):
+    with enable(model, **{**EXACT, "min_prefill": 1000}):
         monkeypatch.setattr(masks, "_previous_mask_function", lambda *_: refuse)
         for kind in ("ours", "dynamic", "dynamic without config"):
             assert_close(in_calls(model, CACHES[kind](model), ids, calls), stock)

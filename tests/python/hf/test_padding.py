@@ -117,7 +117,7 @@ def test_every_row_is_what_it_is_alone(build, make_batch, sparse_layers, name, s
 def test_padded_rows_match_single_rows_when_partly_dense(
     build, make_batch, sparse_layers, side, implementation, settings, layers
 ):
-    with enable(model := build("llama", implementation), strict=True, **settings, **H2O):
+    with enable(model := build("llama", implementation), strict=True, **{**H2O, **settings}):
         alone, _ = check_rows(model, make_batch(side), sparse_layers)
     assert alone == layers
 

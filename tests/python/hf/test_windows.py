@@ -102,15 +102,15 @@ def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 @pytest.mark.parametrize(("window", "least"), [(16, 1), (40, 41)])
 def test_a_window_that_no_sparse_call_fits_is_told_of(build, name, window, least):
-    model = build(name, sliding_window=window)
+    model, settings = build(name, sliding_window=window), {**SPARSE, "min_prefill": least}
     with pytest.warns(UserWarning, match="no layer of .* can be sparse: its attention is sliding"):
-        handle = enable(model, min_prefill=least, **SPARSE)
+        handle = enable(model, **settings)
     assert {layer.reason for layer in handle.report()} == {"sliding attention, exact"}
     handle.disable()
     with pytest.raises(NotImplementedError, match="no layer of"):
-        enable(model, strict=True, min_prefill=least, **SPARSE)
+        enable(model, strict=True, **settings)
     assert is_off(model)
-    enable(build(name, sliding_window=window + 1), min_prefill=least, **SPARSE)
+    enable(build(name, sliding_window=window + 1), **settings)
 
 
 CUT = 12  # a window that hides keys of every call of these tests but decoded tokens of few
@@ -168,7 +168,7 @@ def test_a_static_cache_needs_no_mask_of_a_window(cut, prompt, window_calls):
     longer = torch.cat([text, prompt[:, 20:]], dim=1)
     expected = cut.generate(longer, pad_token_id=0, **GREEDY)
     warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
-    with enable(cut, **EXACT, min_prefill=64):
+    with enable(cut, **{**EXACT, "min_prefill": 64}):
         assert_close(in_calls(cut, static(), prompt, turns), stock)
         cache = static()
         first = cut.generate(prompt[:, :35], past_key_values=cache, pad_token_id=0, **GREEDY)

@@ -1,0 +1,32 @@
+// From which length of a prompt on sparse attention is faster than dense attention: what an open
+// min_prefill is resolved to. No clock decides, but a table of costs by device
+// (common/device_costs.h) and the settings, so that every process decides alike.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "h2o_prefill/config.h"
+#include "h2o_prefill/export.h"
+
+namespace h2o_prefill {
+
+// What sparse attention costs on a device.
+struct H2O_API DeviceCost {
+  std::string device;     // the CPU's instruction set, or the architecture of the CUDA kernels
+  double sparse_product;  // time of a query-key product in sparse attention, in dense ones
+  bool measured;  // whether the table has the device and dtype; else the cost is an upper bound
+};
+
+// The cost on the device of a tensor with its dtype.
+H2O_API DeviceCost device_cost(const at::Tensor& like);
+
+// The length from which sparse attention is at least 5 % faster in the layers of a model that have
+// no window, heads of different width together: a multiple of chunk_size / 8, or kLargestSetting if
+// there is none up to 1,024 chunks.
+H2O_API int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_product,
+                                       int64_t layers, int64_t kv_heads);
+
+}  // namespace h2o_prefill
