@@ -202,7 +202,7 @@ def run_ablation(
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
     path = folder / table.CSV_NAME
-    rows = {str(row["cell"]): row for row in table.read_rows(path)}
+    rows = table.read_rows(path)
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
     grid = build_grid(axes, contexts, [settings_for(network, one) for one in bases], protocol)
@@ -243,7 +243,7 @@ def run_ablation(
             preset = settings_name(network, config)
             measured["preset"] = None if "," in preset else preset
             rows[key] = {"cell": key, **measured}
-            table.write_rows(rows.values(), path)
+            table.add_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:
         first, cause = next(iter(failed.items()))

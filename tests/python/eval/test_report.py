@@ -32,12 +32,12 @@ def test_every_file_replaces_the_old_one_at_once(
     file = SimpleNamespace(scratch=scratch, commit=full, discard=lambda: None)
     monkeypatch.setattr(_atomic_write, "_File", lambda path: file)
     path = tmp_path / "result.svg"
-    path.write_text("old")
+    path.write_text("cell\n")
     figure = lambda values, path: plots.save_figure(Figure(), path, "found")  # noqa: E731
-    for write in (report.write_json, ablation_table.write_rows, figure):
+    for write in (report.write_json, ablation_table.add_row, figure):
         with pytest.raises(OSError, match="no space left"):
-            write({}, path)
-        assert path.read_text() == "old"
+            write({"cell": "new"}, path)
+        assert path.read_text() == "cell\n"
 
 
 def test_environment_names_versions_machine_and_build() -> None:
