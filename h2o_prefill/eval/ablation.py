@@ -31,6 +31,7 @@ from h2o_prefill.generation.cluster import (
 )
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
+    FAILURES,
     count_steps,
     eval_mode,
     prefill_mode,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
 _WITHOUT_RECALL: dict[str, Any] = {
     name: getattr(PrefillConfig, name) for name in FIELDS if name.startswith("recall_")
 }
-
-# Errors of single cells: too little memory, logits that are not finite.
-_FAILURES = (RuntimeError, ArithmeticError, MemoryError)
 
 
 def build_grid(
@@ -148,8 +146,6 @@ def run_ablation(
 
     Parameters
     ----------
-    model : nn.Module or str
-        A transformers model with dense attention, or a name that `load_model` knows.
     axes : mapping of str to sequence
         Values of fields of `PrefillConfig`, to be combined.
     output : path
@@ -159,23 +155,21 @@ def run_ablation(
         Settings of the fields that `axes` does not name; each of several is combined with all
         values. Default: the settings that `enable` takes.
     datasets : sequence of str or Corpus
-        Texts, or names that `load_text` knows.
+        Texts.
     contexts : sequence of int
         Tokens of a window. Combinations with fewer than two chunks are left out.
-    windows, protocol, tokenizer
-        As `evaluate_perplexity` takes them.
     dtype, device : str
         Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or the one in the model's config.
     select : callable, optional
-        A selection rule for all cells, as `enable` takes it. Cells are known by its name: a rule
-        that has changed needs another name, or another folder.
+        A selection rule for all cells. Cells are known by its name: a rule that has changed needs
+        another name, or another folder.
     cluster : ModelCluster, optional
-        Workers that measure the cells, of the same model; the table is written here. Each worker
-        runs the windows densely once. Default: this process measures.
-    on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next); a cluster counts cells.
+        Workers that measure the cells; the table is written here. Each of them runs the windows
+        densely once.
+    model, windows, protocol, tokenizer, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
@@ -184,8 +178,6 @@ def run_ablation(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
     RuntimeError
         If cells failed. All others are finished.
 
@@ -227,14 +219,13 @@ def run_ablation(
         needed = [number for number, _ in pieces.values()]
         total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
     held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
+    shared = name, protocol, texts, select
     failed: dict[str, Exception] = {}
-    for key, result in run_pieces(
-        held, cluster, _measure_cell, (name, protocol, texts, select), pieces
-    ):
+    for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
         number, config = pieces[key]
         try:
             measured = result()
-        except _FAILURES as error:
+        except FAILURES as error:
             cell = texts[number].cell_name(config)
             failed[f"{cell}: {error}"] = error
             warn(f"a cell failed, {cell}: {error}")

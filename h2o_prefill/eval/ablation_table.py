@@ -130,7 +130,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
 def add_row(row: Mapping[str, Any], path: Path) -> None:
     """Add a row to the CSV file, which is written whole or not at all.
 
-    Other runs may add rows to the file at the same time: what it holds is read again.
+    Other runs may add rows to the file at the same time: its rows are read again.
     """
     with _locked(path.parent):
         rows = read_rows(path)

@@ -172,21 +172,15 @@ def measure_attention(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
-    chunk_config : PrefillConfig or str, optional
-        Default: the settings of `enable`. `min_prefill` has no effect.
-    select : callable, optional
-        A selection rule, as `enable` takes it.
-    on_progress : callable, optional
-        Called with (layers begun, layers in all, what runs next).
+    model, chunk_config, select, on_progress
+        As in `h2o_prefill.eval`. `min_prefill` has no effect.
 
     Raises
     ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, no layer is sparse, or the model already runs sparsely.
+    ValueError
+        Also if no layer is sparse.
     """
     config = settings_for(model, chunk_config)
     prompt = prompt_ids(input_ids)

@@ -134,40 +134,18 @@ def evaluate_perplexity(
 
     Parameters
     ----------
-    model : nn.Module or str
-        A causal language model with dense attention, or a name that `load_model` knows.
     dataset : Tensor, sequence of int, Corpus or str
-        Tokens; or a text, or the name of one that `load_text` knows, which need a tokenizer.
-    chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run. Default: what `enable` takes.
-    tokenizer : optional
-        The model's. A model given by name brings its own.
-    context : int
-        Tokens of a window: at least two chunks.
-    windows : str
-        A slice "begin:end" of the windows.
-    protocol : {"gptq", "llamacpp"}
-        Which tokens are scored: all but the first of a window, or its second half. "llamacpp" also
-        puts BOS first in each window, if the tokenizer adds it.
+        Tokens, or a text.
     key_tokens : bool
         Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
         tokens, which take about as long as the window again.
-    select : callable, optional
-        A selection rule for the sparse run, as `enable` takes it.
-    on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next).
+    model, chunk_config, tokenizer, context, windows, protocol, select, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
     PerplexityResult
         With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    ArithmeticError
-        If a run gives logits that are not finite.
     """
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     config = settings_for(network, chunk_config)

@@ -38,18 +38,14 @@ def benchmark_throughput(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
     seq_lengths : sequence of int
         Prompt lengths, tokens. Up to one chunk sparse attention is dense, and the ratio about 1.
     num_runs : int
         Timed runs of each mode at each length.
-    chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs. Default: what `enable` takes.
     seed : int
         Seed of the random tokens.
-    on_progress : callable, optional
-        Called with (runs done, runs in all, what runs next).
+    model, chunk_config, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
@@ -59,11 +55,6 @@ def benchmark_throughput(
         dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
         off); `num_runs`.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     config = settings_for(model, chunk_config)
     check_counts("num_runs", num_runs)

@@ -16,6 +16,9 @@ from h2o_prefill.config import PrefillConfig
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
 
+# Errors of single pieces of work: too little memory, logits that are not finite.
+FAILURES = (RuntimeError, ArithmeticError, MemoryError)
+
 # What stands for the model's own attention, where settings have names.
 DENSE = "dense"
 

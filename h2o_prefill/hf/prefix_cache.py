@@ -68,8 +68,8 @@ class PrefixCache:
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, states and token ids; above it, what was used least recently is
-        removed.
+        Most bytes of keys, values, states and token ids; above it, the least recently used texts
+        are removed.
 
     Raises
     ------
