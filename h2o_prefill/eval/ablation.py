@@ -6,9 +6,8 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
 from h2o_prefill.eval.report import commit, cpu_name, gpu_name
-from h2o_prefill.eval.runs import check_model
 from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -32,6 +30,8 @@ from h2o_prefill.generation.cluster import (
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     FAILURES,
+    Progress,
+    check_model,
     count_steps,
     eval_mode,
     prefill_mode,
@@ -45,7 +45,6 @@ from h2o_prefill.selection import SelectionRule, Selector
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.generation.runs import Progress
 
 # Fields that have no effect without recall, at their defaults.
 _WITHOUT_RECALL: dict[str, Any] = {
@@ -203,16 +202,10 @@ def run_ablation(
         with prefill_mode(network, config, select=select):
             pass  # raises where settings do not fit the model
     of_rule = [] if select is None else [Selector(select).name]
-    texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
-    keys = [key for text in texts for key in text.cells]
+    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = {
-        key: (number, config)
-        for number, text in enumerate(texts)
-        for key, config in text.cells.items()
-        if key not in rows
-    }
+    pieces = {key: cell for key, cell in cells.items() if key not in rows}
     # Each window dense, where a cell needs it, and sparse once a cell.
     total = len(pieces)
     if cluster is None:
@@ -239,29 +232,31 @@ def run_ablation(
     if failed:
         first, cause = next(iter(failed.items()))
         raise RuntimeError(
-            f"{len(failed)} of {len(keys)} cells failed, the others are in {path}; first {first}"
+            f"{len(failed)} of {len(cells)} cells failed, the others are in {path}; first {first}"
         ) from cause
-    return table.to_frame(rows[key] for key in keys)
+    return table.to_frame(rows[key] for key in cells)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The windows of a text at one context, and the cells that run over them."""
+class _Text(NamedTuple):
+    """The windows of a text at one context."""
 
     key: str  # digest of the windows and their tokens
     columns: dict[str, str]  # of all its rows
     indices: range
     batches: Tensor
-    cells: dict[str, PrefillConfig]  # settings by key
 
     def cell_name(self, config: PrefillConfig) -> str:
         return f"{self.columns['dataset']} {self.batches.shape[1]} {config.to_string()}"
 
 
+# The number of a text, and settings.
+_Cell = tuple[int, PrefillConfig]
+
+
 def _measure_cell(
     held: LoadedModel,
     shared: tuple[str | None, str, list[_Text], SelectionRule | None],
-    piece: tuple[int, PrefillConfig],
+    piece: _Cell,
 ) -> dict[str, Any]:
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
     name, protocol, texts, select = shared
@@ -289,28 +284,27 @@ def _find_cells(
     windows: str,
     protocol: str,
     of_rule: list[str],
-) -> list[_Text]:
-    """Return each text at each context with its cells."""
+) -> tuple[list[_Text], dict[str, _Cell]]:
+    """Return each text at each context, and all cells by key."""
     weights = model_digest(network)
     first = first_token(tokenizer, protocol)
-    found = []
+    texts: list[_Text] = []
+    cells: dict[str, _Cell] = {}
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
-            cells = {}
-            for length, config in grid:
-                if length == context:
-                    # Without the fields at their defaults: a new field leaves old keys as they are.
-                    values = {n: getattr(config, n) for n in FIELDS}
-                    changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
-                    key = digest(corpus.name, protocol, digests, changed, *of_rule)
-                    cells[key] = config
+            for config in (config for length, config in grid if length == context):
+                # Without the fields at their defaults: a new field leaves old keys as they are.
+                values = {n: getattr(config, n) for n in FIELDS}
+                changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
+                key = digest(corpus.name, protocol, digests, changed, *of_rule)
+                cells[key] = len(texts), config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
-            found.append(_Text(digest(digests), columns, indices, batches, cells))
-    return found
+            texts.append(_Text(digest(digests), columns, indices, batches))
+    return texts, cells
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch.nn import functional
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.eval.runs import check_model, count_heads
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -27,7 +26,14 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import Progress, eval_mode, report_progress, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_model,
+    count_heads,
+    eval_mode,
+    report_progress,
+    settings_for,
+)
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 

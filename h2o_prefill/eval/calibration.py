@@ -22,12 +22,12 @@ from h2o_prefill.eval.attention_flops import (
 )
 from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import count_heads
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.generation.runs import (
     Progress,
+    count_heads,
     count_steps,
     eval_mode,
     report_progress,

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.runs import check_chunks, check_counts
 from h2o_prefill.eval.scores import format_change, relative_difference, score_window
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,
+    check_chunks,
+    check_counts,
     check_length,
     count_steps,
     eval_mode,

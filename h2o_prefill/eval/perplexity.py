@@ -13,7 +13,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.runs import check_chunks, count_heads
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
@@ -25,7 +24,15 @@ from h2o_prefill.eval.scores import (
 )
 from h2o_prefill.eval.windows import model_windows, parse_windows, scored_rows
 from h2o_prefill.generation.models import resolve_model
-from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_chunks,
+    count_heads,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+    settings_for,
+)
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for

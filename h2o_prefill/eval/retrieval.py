@@ -25,7 +25,6 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.runs import check_chunks, check_model
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -38,6 +37,8 @@ from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     DENSE,
     Progress,
+    check_chunks,
+    check_model,
     count_steps,
     eval_mode,
     generate_greedily,

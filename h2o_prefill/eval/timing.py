@@ -13,9 +13,17 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.runs import check_counts, check_model, count_heads
 from h2o_prefill.generation.prompts import random_ids
-from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_counts,
+    check_model,
+    count_heads,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+    settings_for,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,7 +144,6 @@ def profile_memory(
     seq_lengths: Sequence[int],
     chunk_config: PrefillConfig | str | None = None,
     *,
-    seed: int = 0,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Count the bytes that the prefill of a model takes in addition to its weights.
@@ -152,7 +159,7 @@ def profile_memory(
 
     rows: list[dict[str, int]] = []
     step = count_steps(on_progress, 2 * len(lengths))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), eval_mode(model):
         for length in lengths:
             ids = random_ids(model, length, generator)

@@ -267,14 +267,10 @@ class ShardedLayer(DynamicLayer):
         self.past = None
         self._take_rows()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(STAYS)
 
-    def reset(self) -> None:
-        raise NotImplementedError(STAYS)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(STAYS)
+    crop = reset = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.rows.reorder_cache(beam_idx)
