@@ -415,7 +415,7 @@ def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
     """Return a cache of ours that has the layers of an empty one of transformers; others as is.
 
     The two share their list of layers, so the user's cache holds what ours does, and what edits
-    the one edits the other. A cache that was taken over before is that one of ours again.
+    the one edits the other. A cache that was taken over before gives the same cache of ours again.
     """
     taken = getattr(cache, "_h2o_prefill_cache", None)
     if taken is not None and taken.layers is cache.layers:
