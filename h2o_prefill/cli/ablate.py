@@ -75,7 +75,7 @@ def ablate(
     cells. Lists of layers are joined by "+": --dense-layers none,0,0+1. On a Dask cluster every
     worker measures cells; the file is written here.
     """
-    kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
+    kept = f"finished cells are kept in {str(output)!r}, the same command continues with the others"
     with kept_on_interrupt(kept):
         from h2o_prefill.eval.plots import plot_ablation
 

@@ -51,14 +51,14 @@ class PromptOptions:
         None,
         metavar="N",
         min=1,
-        help="With --package: draft up to so many tokens from how the text went on before, and "
-        "verify them in one call.",
+        help="With --package: draft up to N tokens by how the text continued before, and verify "
+        "them in one call.",
     )
     max_prompt_tokens: int | None = typer.Option(
         None,
         metavar="N",
         min=2,
-        help="Cut a longer prompt to so many tokens: its middle is left out.",
+        help="Cut a longer prompt to N tokens by leaving out its middle.",
     )
 
     def read(self) -> str:
@@ -96,7 +96,7 @@ class FileOptions:
     output: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Answers as JSON lines; the same command goes on with the prompts that have none.",
+        help="Answers as JSON lines; the same command continues with the prompts that have none.",
     )
     batch_tokens: int = typer.Option(
         16384,
@@ -272,7 +272,7 @@ def _answer_file(
     input_file, output = many.input_file, many.output
     if input_file is None or output is None:
         raise ValueError("give --input and --output, both")
-    kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
+    kept = f"answers are kept in {str(output)!r}, the same command continues with the other prompts"
     with kept_on_interrupt(kept):
         prompts = read_prompts(input_file, "--input")
         outputs.check_output_file(output, "--output")

@@ -51,7 +51,7 @@ def retrieve(
     keep: Path | None = typer.Option(
         None,
         metavar="FILE.jsonl",
-        help="File of prompts that are done; the same command goes on with the others.",
+        help="File of prompts that are done; the same command continues with the others.",
     ),
     report: outputs.PlotOptions,
 ) -> None:

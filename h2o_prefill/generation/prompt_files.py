@@ -43,7 +43,7 @@ PromptId = str | int
 # Of each line of answers.
 _BEGIN = b'{"id": '
 
-# Rows of a batch are at least so long, relative to its longest one: the rest would be padding.
+# Least length of a row relative to the longest of its batch: the rest would be padding.
 _LEAST_SHARE = 0.75
 
 

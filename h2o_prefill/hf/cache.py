@@ -402,7 +402,7 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
                 layer.prepare(config.memory_size)
 
     def position_for(self, new: int) -> Tensor:
-        """Return the position of a call of so many tokens, int64 [2] on the CPU."""
+        """Return the position of a call of `new` tokens, int64 [2] on the CPU."""
         # A decoding call has no use for it, and asking a device for its length would wait for it.
         if new > 1:
             self._position[0] = int(self.get_seq_length())
