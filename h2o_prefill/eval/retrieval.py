@@ -88,7 +88,7 @@ class RetrievalResult:
 
 
 class KeptOutcomes:
-    """A file of JSON lines that keeps outcomes as they come, for a run that continues with the rest.
+    """A file of JSON lines that keeps outcomes as they come, for a later run to continue.
 
     Lines of other prompts, models or settings are left alone. Raises ValueError if the file holds
     anything else.
