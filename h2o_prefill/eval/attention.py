@@ -30,7 +30,6 @@ from h2o_prefill.generation.runs import (
     Progress,
     check_model,
     count_heads,
-    eval_mode,
     report_progress,
     settings_for,
 )
@@ -194,8 +193,7 @@ def measure_attention(
     if length < 2:
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_model(model, length, "input_ids")
-    from h2o_prefill.eval.observe import observe_attention
-    from h2o_prefill.hf.cache import last_logits_only
+    from h2o_prefill.eval.observe import observe_prompt
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
@@ -209,8 +207,7 @@ def measure_attention(
         of_layer = config.of_layer(index), recalled, call.logit_options
         found[index] = measure_layer(*qkv, *of_layer, index, select)
 
-    with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
-        model(prompt, use_cache=False, **last_logits_only(model))
+    observe_prompt(model, prompt, observe, config.dense_layers)
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")

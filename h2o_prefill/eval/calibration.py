@@ -29,7 +29,6 @@ from h2o_prefill.generation.runs import (
     Progress,
     count_heads,
     count_steps,
-    eval_mode,
     report_progress,
     settings_for,
 )
@@ -198,8 +197,7 @@ def _measure_window(
     window: tuple[int, Tensor],
 ) -> _Sums:
     """Run a window, its index and int64 [1, T], densely; return the sums of its errors."""
-    from h2o_prefill.eval.observe import observe_attention
-    from h2o_prefill.hf.cache import last_logits_only
+    from h2o_prefill.eval.observe import observe_prompt
 
     config, token_text = settings
     index, prompt = window
@@ -215,13 +213,8 @@ def _measure_window(
             size = residuals.get(id(call.module))
             sums[layer] = _compare(config, call, dense.transpose(1, 2), size, lists)
 
-    with (
-        torch.no_grad(),
-        eval_mode(model),
-        _sizes_of_residuals(model) as residuals,
-        observe_attention(model, observe, config.dense_layers),
-    ):
-        model(prompt, use_cache=False, **last_logits_only(model))
+    with _sizes_of_residuals(model) as residuals:
+        observe_prompt(model, prompt, observe, config.dense_layers)
     return sums
 
 
