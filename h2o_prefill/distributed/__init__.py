@@ -15,9 +15,4 @@ from __future__ import annotations
 from h2o_prefill.distributed.exact_rows import ExactRows, measured_rows
 from h2o_prefill.distributed.group import DistributedPrefillError, Ranks
 from h2o_prefill.distributed.pipeline import PipelinePrefill
-from h2o_prefill.distributed.sequence import (
-    CompactPast,
-    MemoryRows,
-    SequencePrefill,
-    ShardPlan,
-)
+from h2o_prefill.distributed.sequence import CompactPast, MemoryRows, SequencePrefill, ShardPlan

@@ -90,7 +90,7 @@ class Ranks:
             work = dist.isend(message, self.rank_of(number), self.group, tag)
         assert work is not None
 
-        def wait() -> None:
+        def wait(_: Tensor = message) -> None:  # The message lives until it has arrived.
             with self.waiting(lambda: number, layer):
                 work.wait()
 
