@@ -1,4 +1,4 @@
-"""Continues a text in several processes, each of which has some layers or some of the tokens.
+"""Continues a text in several processes, each with some of the layers or some of the tokens.
 
     torchrun --standalone --nproc-per-node 2 examples/distributed.py --text-file book.txt
 

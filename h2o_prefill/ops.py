@@ -481,7 +481,7 @@ def chunkwise_linear_attention(
         phi. "identity" takes inputs that are already mapped.
     chunk_size : int
         C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels always
-        compute 32 tokens together, CUDA kernels 64 (32 in float32).
+        compute 32 tokens together.
     causal : bool
         False: the sum of the forward direction and of the same over the reversed sequence, decays
         and normalizer included, for encoders; no initial states.
@@ -497,8 +497,7 @@ def chunkwise_linear_attention(
     out : Tensor
         [B, Hq, T, Dv].
     state : Tensor
-        [B, Hkv, D, Dv] after the last token, of the forward direction. For 16-bit inputs on CUDA,
-        float32 sums of features and decayed values that are rounded to the input dtype.
+        [B, Hkv, D, Dv] after the last token, of the forward direction.
     normalizer : Tensor
         [B, Hkv, D], or [B, Hkv, 0] without normalize.
     """

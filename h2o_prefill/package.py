@@ -247,9 +247,9 @@ class PrefillPackage:
         sampler : torch.classes.h2o_prefill.Sampler, optional
             What draws the tokens. Default: the likeliest.
         draft_tokens : int
-            Up to so many tokens are drafted before a call, which verifies them all: those that
-            followed the last two or three tokens where the text had them before. The answer is
-            that without, but for logits that calls of several tokens round otherwise.
+            Most tokens to draft before a call, which verifies them all: the ones that followed the
+            last two or three tokens earlier in the text. The answer is the same as without drafts,
+            but for logits that calls of several tokens round differently.
         on_progress : callable, optional
             Called with the number of tokens that are prefilled, and of all.
 

@@ -21,7 +21,7 @@ FILE = "h2o_prefill.json"
 
 _SHIPPED = Path(__file__).parent / "profiles"
 
-# Fields of a config that decide which layers and heads there are, and what positions are to them.
+# Fields of a config that decide its layers and heads, and how they see positions.
 _ARCHITECTURE = (
     "model_type",
     "vocab_size",

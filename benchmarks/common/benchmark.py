@@ -17,7 +17,6 @@ from torch import Tensor
 
 from common.compare import Timings, compare
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.report import has_cuda
 from h2o_prefill.generation import DTYPES, Corpus, load_model, load_text
 from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import PRESETS, preset_config
@@ -300,6 +299,7 @@ def load_with_text(
 
 def _check_device(device: str) -> None:
     choose("--device", device, DEVICES, DEVICES)
-    if device == "cuda" and not (torch.cuda.is_available() and has_cuda()):
-        why = "PyTorch finds no GPU" if has_cuda() else "h2o_prefill was built without CUDA kernels"
+    built = torch.ops.h2o_prefill.has_cuda()
+    if device == "cuda" and not (torch.cuda.is_available() and built):
+        why = "PyTorch finds no GPU" if built else "h2o_prefill was built without CUDA kernels"
         raise typer.BadParameter(f"--device cuda is not possible: {why}")

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from h2o_prefill import generation
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation import DATASETS
+from h2o_prefill.eval.ablation import parse_values, run_ablation
+from h2o_prefill.eval.ablation_table import CSV_NAME
 from h2o_prefill.selection import load_rule
 
 _GRID = "Grid: one or more values, separated by commas"
@@ -36,7 +38,7 @@ def ablate(
     dataset: str | None = typer.Option(
         None,
         metavar="NAME,NAME,...",
-        help=f"Evaluation texts, of {', '.join(DATASETS)}.",
+        help=f"Evaluation texts, of {', '.join(generation.DATASETS)}.",
         rich_help_panel=_GRID,
         show_default="wikitext2, if no --text-file is given",
     ),
@@ -73,12 +75,9 @@ def ablate(
     cells. Lists of layers are joined by "+": --dense-layers none,0,0+1. On a Dask cluster every
     worker measures cells; the file is written here.
     """
-    kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
+    kept = f"finished cells are kept in {str(output)!r}, the same command continues with the others"
     with kept_on_interrupt(kept):
-        from h2o_prefill.eval.ablation import parse_values, run_ablation
-        from h2o_prefill.eval.ablation_table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
-        from h2o_prefill.generation import load_text
 
         settings = options.all_settings(preset)
         given = {name: text for name, text in vars(grid).items() if text is not None}
@@ -89,8 +88,8 @@ def ablate(
         figure = csv_file.with_suffix(f".{figure_format}")
         outputs.check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
         names = ([] if text_file else ["wikitext2"]) if dataset is None else dataset.split(",")
-        texts = [load_text(name.strip()) for name in names]
-        texts += [load_text(text_file=file) for file in text_file or ()]
+        texts = [generation.load_text(name.strip()) for name in names]
+        texts += [generation.load_text(text_file=file) for file in text_file or ()]
         network, tokenizer = model.load()
         base = [one.find(network) for one in settings]
         with cluster.connect(model) as workers, console.show_progress("ablation") as show:

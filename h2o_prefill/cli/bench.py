@@ -8,17 +8,20 @@ from pathlib import Path
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.eval import benchmark_throughput, profile_memory
+from h2o_prefill.eval.report import build_report
 
 
 @options.command
 def bench(
     model: options.ModelOptions,
     settings: options.SettingsOptions,
+    *,
     lengths: str = typer.Option(
         "1024,2048,4096", metavar="N,N,...", help="Prompt lengths in tokens."
     ),
     runs: int = typer.Option(3, min=1, help="Timed runs per length; the table shows medians."),
-    json_file: options.JsonOption = None,
+    report: outputs.ReportOptions,
     output: Path | None = typer.Option(
         None,
         metavar="DIR",
@@ -27,35 +30,33 @@ def bench(
     ),
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
-    from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
-    from h2o_prefill.eval.report import build_report
 
     figures = {
         "throughput_comparison.png": plot_throughput,
         "memory_profile.png": plot_memory_profile,
     }
-    with outputs.json_output(json_file) as save_json:
-        settings.check()
-        outputs.check_output_folder(output, figures)
-        chosen = options.parse_numbers(lengths, "lengths", least=1)
-        network, _ = model.load()
-        config = settings.find(network)
-        with console.show_progress("prefill") as show:
-            frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
-            if output is not None:
-                frames.append(profile_memory(network, chosen, config, on_progress=show))
-        what, described = f"{model}, prefill", options.describe(network, config)
-        name = options.settings_name(network, config)
-        origin = {"model": model.model, "dtype": model.dtype, "preset": name}
-        rows = (frame.to_dict(orient="records") for frame in frames)
-        parts = dict(zip(("results", "memory"), rows, strict=False))
-        save_json(lambda: build_report({**origin, **dataclasses.asdict(config)}, **parts))
+    report.check()
+    settings.check()
+    outputs.check_output_folder(output, figures)
+    chosen = options.parse_numbers(lengths, "lengths", least=1)
+    network, _ = model.load()
+    config = settings.find(network)
+    with console.show_progress("prefill") as show:
+        frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
         if output is not None:
-            folder = output.expanduser()
-            folder.mkdir(parents=True, exist_ok=True)
-            for (file, draw), frame in zip(figures.items(), frames, strict=True):
-                draw(frame, folder / file, f"{what}, {described}")
-                console.stderr.print(f"wrote {folder / file}")
-        table = tables.throughput_table(frames[0])
-        tables.print_result(f"{what}, median of {runs}\n{described}", table)
+            frames.append(profile_memory(network, chosen, config, on_progress=show))
+    what, described = f"{model}, prefill", options.describe(network, config)
+    name = options.settings_name(network, config)
+    origin = {"model": model.model, "dtype": model.dtype, "preset": name}
+    rows = (frame.to_dict(orient="records") for frame in frames)
+    parts = dict(zip(("results", "memory"), rows, strict=False))
+    report.write(lambda: build_report({**origin, **dataclasses.asdict(config)}, **parts))
+    if output is not None:
+        folder = output.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        for (file, draw), frame in zip(figures.items(), frames, strict=True):
+            draw(frame, folder / file, f"{what}, {described}")
+            console.stderr.print(f"wrote {folder / file}")
+    table = tables.throughput_table(frames[0])
+    report.show(f"{what}, median of {runs}\n{described}", table)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import typer
 
+from h2o_prefill import eval as evaluation
 from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.windows import select_windows
+from h2o_prefill.generation.prompts import encode_prompt
+from h2o_prefill.generation.runs import check_length
+from h2o_prefill.generation.text import encode, file_corpus
 
 
 @options.command
@@ -15,6 +21,7 @@ def compare(
     model: options.ModelOptions,
     text: options.TextOptions,
     settings: options.SettingsOptions,
+    *,
     prompt_file: Path | None = typer.Option(
         None,
         metavar="FILE",
@@ -26,49 +33,42 @@ def compare(
     ),
     max_new_tokens: int = typer.Option(16, min=1, help="Tokens of the answers, at most."),
     repeats: int = typer.Option(3, min=1, help="Timed runs of each; the table shows medians."),
-    json_file: options.JsonOption = None,
+    report: outputs.ReportOptions,
 ) -> None:
     """Compare the model's own attention, the preset exact and sparse prefill on one prompt.
 
     Shows the seconds to the first token, what changes in the distributions of the next tokens and
     in the perplexity of the prompt, and how the answers begin.
     """
-    from h2o_prefill import eval as evaluation
-    from h2o_prefill.eval.report import build_report
-    from h2o_prefill.eval.windows import select_windows
-    from h2o_prefill.generation.prompts import encode_prompt
-    from h2o_prefill.generation.runs import check_length
-    from h2o_prefill.generation.text import encode, file_corpus
-
-    with outputs.json_output(json_file) as save_json:
-        settings.check()
-        if prompt_file is None:
-            corpus = text.load()
-        elif (text.text_file, context) != (None, None):
-            raise ValueError("--prompt-file takes no --text-file or --context beside it")
-        else:
-            corpus = file_corpus(prompt_file.name, prompt_file, "--prompt-file")
-        network, tokenizer = model.load()
-        config = settings.find(network)
-        if prompt_file is None:
-            _, ids = select_windows(encode(tokenizer, corpus.text), context or 4096, "0:1")
-        else:
-            ids = encode_prompt(tokenizer, corpus.text, chat=True)
-            argument = "tokens of --prompt-file and the answer (a part: --text-file, --context)"
-            check_length(network, ids.shape[1] + max_new_tokens, argument)
-        with console.show_progress("compare") as show:
-            result = evaluation.compare(
-                network,
-                ids,
-                tokenizer=tokenizer,
-                config=config,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                on_progress=show,
-            )
-        title = f"{model}, {corpus.name}, {result.tokens} tokens\n"
-        title += f"seconds to the first new token, median of {repeats}"
-        name = result.runs[-1].name
-        origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
-        save_json(lambda: build_report(origin, **dataclasses.asdict(result)))
-        tables.print_result(title, tables.comparison_table(result))
+    report.check()
+    settings.check()
+    if prompt_file is None:
+        corpus = text.load()
+    elif (text.text_file, context) != (None, None):
+        raise ValueError("--prompt-file takes no --text-file or --context beside it")
+    else:
+        corpus = file_corpus(prompt_file.name, prompt_file, "--prompt-file")
+    network, tokenizer = model.load()
+    config = settings.find(network)
+    if prompt_file is None:
+        _, ids = select_windows(encode(tokenizer, corpus.text), context or 4096, "0:1")
+    else:
+        ids = encode_prompt(tokenizer, corpus.text, chat=True)
+        argument = "tokens of --prompt-file and the answer (a part: --text-file, --context)"
+        check_length(network, ids.shape[1] + max_new_tokens, argument)
+    with console.show_progress("compare") as show:
+        result = evaluation.compare(
+            network,
+            ids,
+            tokenizer=tokenizer,
+            config=config,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            on_progress=show,
+        )
+    title = f"{model}, {corpus.name}, {result.tokens} tokens\n"
+    title += f"seconds to the first new token, median of {repeats}"
+    name = result.runs[-1].name
+    origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
+    report.write(lambda: build_report(origin, **dataclasses.asdict(result)))
+    report.show(title, tables.comparison_table(result))

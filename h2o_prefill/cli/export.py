@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from h2o_prefill.cli import console, options, outputs
+from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
 
 
 @options.command
@@ -31,7 +32,6 @@ def export(
     package, and the folder FILE.tokenizer are written beside it. `h2o-prefill generate --package`
     runs them, and in C++ the classes Package, PackageSession and Tokenizer (examples/generate.cpp).
     """
-    from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
     from h2o_prefill.generation.packages import write_package
 
     outputs.check_output_file(output, "--output", (".pt2",))

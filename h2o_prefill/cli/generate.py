@@ -16,6 +16,9 @@ from rich.console import Console
 from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.generation import answer_prompts, read_prompts
+from h2o_prefill.generation.prompts import check_prompt, encode_turn, without_middle
+from h2o_prefill.generation.text import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,21 +51,18 @@ class PromptOptions:
         None,
         metavar="N",
         min=1,
-        help="With --package: draft up to so many tokens from how the text went on before, and "
-        "verify them in one call.",
+        help="With --package: draft up to N tokens by how the text continued before, and verify "
+        "them in one call.",
     )
     max_prompt_tokens: int | None = typer.Option(
         None,
         metavar="N",
         min=2,
-        help="Cut a longer prompt to so many tokens: its middle is left out.",
+        help="Cut a longer prompt to N tokens by leaving out its middle.",
     )
 
     def read(self) -> str:
         """Return the text of the prompt."""
-        from h2o_prefill.generation.prompts import check_prompt
-        from h2o_prefill.generation.text import read_text
-
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
         text = self.prompt or ""
@@ -73,12 +73,7 @@ class PromptOptions:
 
     def encode(self, tokenizer: Any, text: str, before: Tensor | None, chat: bool) -> Tensor:
         """Return the token ids of the prompt after those before it, cut if it is too long."""
-        from h2o_prefill.generation.prompts import encode_prompt, encode_turn, without_middle
-
-        if before is None or before.shape[1] == 0:
-            ids = encode_prompt(tokenizer, text, chat=chat)
-        else:
-            ids = encode_turn(tokenizer, text, before, chat=chat)
+        ids = encode_turn(tokenizer, text, before, chat=chat)
         longest = self.max_prompt_tokens
         if longest is None or ids.shape[1] <= longest:
             return ids
@@ -101,7 +96,7 @@ class FileOptions:
     output: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Answers as JSON lines; the same command goes on with the prompts that have none.",
+        help="Answers as JSON lines; the same command continues with the prompts that have none.",
     )
     batch_tokens: int = typer.Option(
         16384,
@@ -168,16 +163,14 @@ def generate(
         if options.given(cluster):
             raise ValueError("a Dask cluster answers the prompts of --input: give a file")
         _answer_prompt(one, model, sampling.find(), settings, max_new_tokens, chat)
-        return
-    if options.given(one) or sampling.find():
+    elif options.given(one) or sampling.find():
         raise ValueError(
             "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
             "sampling beside it"
         )
-    if many.input_file is None or many.output is None:
-        raise ValueError("give --input and --output, both")
-    limits = {"max_new_tokens": max_new_tokens, "chat": chat, "batch_tokens": many.batch_tokens}
-    _answer_file(many.input_file, many.output, model, settings, cluster, limits)
+    else:
+        limits = {"max_new_tokens": max_new_tokens, "chat": chat}
+        _answer_file(many, model, settings, cluster, **limits)
 
 
 def _answer_prompt(
@@ -271,23 +264,24 @@ def _summary(timing: GenerationTiming, config: PrefillConfig, kl: float, past: i
 
 
 def _answer_file(
-    input_file: Path,
-    output: Path,
+    many: FileOptions,
     model: options.ModelOptions,
     settings: options.SettingsOptions,
     cluster: options.ClusterOptions,
-    limits: dict[str, Any],
+    **limits: Any,
 ) -> None:
-    from h2o_prefill.generation import answer_prompts, read_prompts
-
-    kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
+    input_file, output = many.input_file, many.output
+    if input_file is None or output is None:
+        raise ValueError("give --input and --output, both")
+    kept = f"answers are kept in {str(output)!r}, the same command continues with the other prompts"
     with kept_on_interrupt(kept):
         prompts = read_prompts(input_file, "--input")
         outputs.check_output_file(output, "--output")
         network, tokenizer = model.load()
         given = network, tokenizer, prompts, output, settings.find(network)
         with cluster.connect(model) as workers, console.show_progress("generate") as show:
-            found = answer_prompts(*given, cluster=workers, on_progress=show, **limits)
+            limits |= {"batch_tokens": many.batch_tokens, "cluster": workers}
+            found = answer_prompts(*given, on_progress=show, **limits)
     console.stderr.print(f"wrote {output}")
     console.stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
     if found.failed:

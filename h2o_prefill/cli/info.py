@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options, outputs, tables
+from h2o_prefill.eval import PROTOCOLS
+from h2o_prefill.eval.report import (
+    crossovers,
+    cuda_kernels,
+    environment,
+    linear_attention,
+    operators,
+)
+from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 from h2o_prefill.presets import PRESETS
 
 
 @options.command
-def info(json_file: options.JsonOption = None) -> None:
+def info(report: outputs.ReportOptions) -> None:
     """Show versions, hardware, build options, and what the library supports."""
-    from h2o_prefill.eval import PROTOCOLS
-    from h2o_prefill.eval.report import (
-        crossovers,
-        cuda_kernels,
-        environment,
-        linear_attention,
-        operators,
-    )
-    from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
-
-    with outputs.json_output(json_file) as save_json:
-        sections: dict[str, dict[str, Any]] = {
-            "environment": environment(),
-            "operators (devices)": operators(),
-            "CUDA kernels": cuda_kernels(),
-            "shortest sparse prompt": crossovers(),
-            "linear attention": linear_attention(),
-            "command line": {
-                "default model": DEFAULT_MODEL,
-                "presets": list(PRESETS),
-                "texts": list(DATASETS),
-                "protocols": list(PROTOCOLS),
-                "number formats": list(DTYPES),
-                "cache": str(cache_dir()),
-            },
-        }
-        save_json(lambda: sections)
-        tables.print_result("", tables.info_table(sections))
+    report.check()
+    sections = {
+        "environment": environment(),
+        "operators (devices)": operators(),
+        "CUDA kernels": cuda_kernels(),
+        "shortest sparse prompt": crossovers(),
+        "linear attention": linear_attention(),
+        "command line": {
+            "default model": DEFAULT_MODEL,
+            "presets": list(PRESETS),
+            "texts": list(DATASETS),
+            "protocols": list(PROTOCOLS),
+            "number formats": list(DTYPES),
+            "cache": str(cache_dir()),
+        },
+    }
+    report.write(lambda: sections)
+    report.show("", tables.info_table(sections))

@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from h2o_prefill import generation
 from h2o_prefill.cli.console import quiet_libraries, stderr
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation_table import LETTERS
@@ -123,11 +124,9 @@ class CpuModelOptions:
 
     def load(self) -> tuple[Any, Any]:
         """Set the number of threads; load the model and its tokenizer while stderr says so."""
-        from h2o_prefill.generation import load_model
-
         self.use_threads()
         with Console(stderr=True).status(f"loading {self.model}"):
-            return load_model(self.model, self.dtype, getattr(self, "device", "cpu"))
+            return generation.load_model(self.model, self.dtype, getattr(self, "device", "cpu"))
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,7 @@ class TextOptions:
 
     def load(self) -> Corpus:
         """Return the text."""
-        from h2o_prefill.generation import load_text
-
-        return load_text(self.dataset, self.text_file)
+        return generation.load_text(self.dataset, self.text_file)
 
 
 def preset_option(
@@ -263,23 +260,9 @@ ProtocolOption = Annotated[
         "llamacpp those in the second half.",
     ),
 ]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the result to this file as JSON. With - it goes to standard output, and tables "
-        "and messages go to standard error.",
-    ),
-]
 FormatOption = Annotated[
     Literal["png", "svg", "pdf"], typer.Option("--format", help="Format of the figures.")
 ]
-
-
-def plot_option(drawn: str) -> Any:
-    """Return the option of the file that a figure is drawn into."""
-    return typer.Option(metavar="FILE", help=f"Draw {drawn} into this file (.png, .svg or .pdf).")
 
 
 def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:

@@ -5,50 +5,73 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+from rich.table import Table
+
+from h2o_prefill.cli import tables
 from h2o_prefill.cli.console import stderr
 from h2o_prefill.eval.report import format_json, write_json
 
 
-@contextlib.contextmanager
-def json_output(path: Path | None) -> Iterator[Callable[[Callable[[], dict[str, Any]]], None]]:
-    """Yield the function that writes the report of a command, for the block that makes it.
+@dataclass(frozen=True)
+class ReportOptions:
+    """Where the report of a command goes."""
 
-    It takes the function that makes the report, which runs only if --json names a file. With "-"
-    the report goes to stdout, and everything else that the block prints to stderr.
-    """
-    if path is None:
-        yield lambda make_report: None
-    elif str(path) == "-":
-        stdout = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):
-            yield lambda make: print(format_json(make()), end="", file=stdout, flush=True)
-    else:
-        check_output_file(path, "--json")
+    json_file: Path | None = typer.Option(
+        None,
+        "--json",
+        metavar="FILE",
+        help="Write the result to this file as JSON. With - it goes to standard output, and tables "
+        "and messages go to standard error.",
+    )
 
-        def save(make_report: Callable[[], dict[str, Any]]) -> None:
-            write_json(make_report(), path)
-            stderr.print(f"wrote {path}")
+    def check(self) -> None:
+        """Raise ValueError if the file could not be written."""
+        if self.json_file is not None and str(self.json_file) != "-":
+            check_output_file(self.json_file, "--json")
 
-        yield save
+    def write(self, make_report: Callable[[], dict[str, Any]]) -> None:
+        """Write the report, which is made only if --json asks for it."""
+        if str(self.json_file) == "-":
+            print(format_json(make_report()), end="", flush=True)
+        elif self.json_file is not None:
+            write_json(make_report(), self.json_file)
+            stderr.print(f"wrote {self.json_file}")
+
+    def show(self, title: str, table: Table, *lines: object) -> None:
+        """Print a table under its title, and lines, to stderr if the report has stdout."""
+        with contextlib.redirect_stdout(sys.stderr if str(self.json_file) == "-" else sys.stdout):
+            tables.print_result(title, table)
+            for line in lines:
+                print(line)
 
 
-def plot_output(path: Path | None) -> Callable[[Callable[..., Any], Any, str], None]:
-    """Return the function that draws the figure of a command, from a plotter, data and title."""
-    if path is None:
-        return lambda draw, result, title: None
-    from h2o_prefill.eval.plots import SUFFIXES
+@dataclass(frozen=True)
+class PlotOptions(ReportOptions):
+    """Where the report and the figure of a command go."""
 
-    check_output_file(path, "--plot", SUFFIXES)
+    plot: Path | None = typer.Option(
+        None, metavar="FILE", help="Also draw the result into this file (.png, .svg or .pdf)."
+    )
 
-    def save(draw: Callable[..., Any], result: Any, title: str) -> None:
-        draw(result, path, title.replace("\n", ", "))
-        stderr.print(f"wrote {path}")
+    def check(self) -> None:
+        """Raise ValueError if a file could not be written."""
+        super().check()
+        if self.plot is not None:
+            from h2o_prefill.eval.plots import SUFFIXES
 
-    return save
+            check_output_file(self.plot, "--plot", SUFFIXES)
+
+    def draw(self, plot: Callable[..., Any], result: Any, title: str) -> None:
+        """Draw the figure, if --plot asks for it."""
+        if self.plot is not None:
+            plot(result, self.plot, title.replace("\n", ", "))
+            stderr.print(f"wrote {self.plot}")
 
 
 def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:

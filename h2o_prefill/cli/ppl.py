@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.eval import evaluate_perplexity
+from h2o_prefill.eval.perplexity import perplexity_report
+from h2o_prefill.eval.windows import parse_windows, scored_rows
 from h2o_prefill.selection import load_rule
 
 
@@ -16,6 +16,7 @@ def ppl(
     model: options.ModelOptions,
     text: options.TextOptions,
     settings: options.SettingsOptions,
+    *,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
     select: options.SelectOption = None,
@@ -26,40 +27,35 @@ def ppl(
         help="Also measure on the tokens that need the long context (LongPPL). Takes dense "
         "runs of 2048 tokens over the whole window.",
     ),
-    json_file: options.JsonOption = None,
-    plot: Annotated[Path | None, options.plot_option("perplexity by position")] = None,
+    report: outputs.PlotOptions,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
-    from h2o_prefill.eval import evaluate_perplexity
-    from h2o_prefill.eval.perplexity import perplexity_report
     from h2o_prefill.eval.plots import plot_perplexity
-    from h2o_prefill.eval.windows import parse_windows, scored_rows
 
-    with outputs.json_output(json_file) as save_json:
-        settings.check()
-        rule = None if select is None else load_rule(select)
-        save_plot = outputs.plot_output(plot)
-        scored_rows(protocol, context)
-        parse_windows(windows)
-        corpus = text.load()
-        network, tokenizer = model.load()
-        config = settings.find(network)
-        with console.show_progress("perplexity") as show:
-            result = evaluate_perplexity(
-                network,
-                corpus,
-                config,
-                tokenizer=tokenizer,
-                context=context,
-                windows=windows,
-                protocol=protocol,
-                key_tokens=long,
-                select=rule,
-                on_progress=show,
-            )
-        title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
-        title += options.describe(network, config, select)
-        origin = model.origin(corpus, preset=options.settings_name(network, config))
-        save_json(lambda: perplexity_report(result, **origin))
-        save_plot(plot_perplexity, result, title)
-        tables.print_result(title, tables.perplexity_table(result))
+    report.check()
+    settings.check()
+    rule = None if select is None else load_rule(select)
+    scored_rows(protocol, context)
+    parse_windows(windows)
+    corpus = text.load()
+    network, tokenizer = model.load()
+    config = settings.find(network)
+    with console.show_progress("perplexity") as show:
+        result = evaluate_perplexity(
+            network,
+            corpus,
+            config,
+            tokenizer=tokenizer,
+            context=context,
+            windows=windows,
+            protocol=protocol,
+            key_tokens=long,
+            select=rule,
+            on_progress=show,
+        )
+    title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
+    title += options.describe(network, config, select)
+    origin = model.origin(corpus, preset=options.settings_name(network, config))
+    report.write(lambda: perplexity_report(result, **origin))
+    report.draw(plot_perplexity, result, title)
+    report.show(title, tables.perplexity_table(result))

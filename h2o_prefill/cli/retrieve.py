@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
-from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval import (
+    DEPTHS,
+    LENGTHS,
+    KeptOutcomes,
+    check_retrieval,
+    evaluate_retrieval,
+    retrieval_report,
+)
 from h2o_prefill.eval.retrieval_prompts import TASKS
 from h2o_prefill.selection import load_rule
 
@@ -18,6 +25,7 @@ def retrieve(
     model: options.ModelOptions,
     text: options.TextOptions,
     cluster: options.ClusterOptions,
+    *,
     tasks: str = typer.Option(
         ",".join(TASKS),
         metavar="NAME,NAME,...",
@@ -43,10 +51,9 @@ def retrieve(
     keep: Path | None = typer.Option(
         None,
         metavar="FILE.jsonl",
-        help="File of prompts that are done; the same command goes on with the others.",
+        help="File of prompts that are done; the same command continues with the others.",
     ),
-    json_file: options.JsonOption = None,
-    plot: Annotated[Path | None, options.plot_option("the mean score by length and depth")] = None,
+    report: outputs.PlotOptions,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
@@ -56,43 +63,40 @@ def retrieve(
     mean log-probability per token of the expected answer after dense prefill, and its change after
     sparse prefill. On a Dask cluster every worker answers prompts.
     """
-    from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
-    from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
 
-    with outputs.json_output(json_file) as save_json:
-        settings = options.all_settings(preset)
-        rule = None if select is None else load_rule(select)
-        save_plot = outputs.plot_output(plot)
-        wanted: dict[str, Any] = {
-            "tasks": tasks.split(","),
-            "lengths": options.parse_numbers(lengths, "lengths"),
-            "depths": options.parse_numbers(depths, "depths"),
-            "prompts_per_cell": prompts,
-            "question": question,
-        }
-        check_retrieval(**wanted)
-        if keep is not None:
-            outputs.check_output_file(keep, "--keep", (".jsonl",))
-        kept = None if keep is None else KeptOutcomes(keep)
-        corpus = text.load()
-        network, tokenizer = model.load()
-        configs = [one.find(network) for one in settings]
-        with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
-            result = evaluate_retrieval(
-                network,
-                corpus,
-                {options.settings_name(network, config): config for config in configs},
-                tokenizer=tokenizer,
-                seed=seed,
-                select=rule,
-                kept=kept,
-                cluster=workers,
-                on_progress=show,
-                **wanted,
-            )
-        title = f"{model}\nneedles in {corpus.name}, question {question}"
-        title += f", select={select}" if select else ""
-        save_json(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
-        save_plot(plot_retrieval, result, title)
-        tables.print_result(title, tables.retrieval_table(result))
+    report.check()
+    settings = options.all_settings(preset)
+    rule = None if select is None else load_rule(select)
+    wanted: dict[str, Any] = {
+        "tasks": tasks.split(","),
+        "lengths": options.parse_numbers(lengths, "lengths"),
+        "depths": options.parse_numbers(depths, "depths"),
+        "prompts_per_cell": prompts,
+        "question": question,
+    }
+    check_retrieval(**wanted)
+    if keep is not None:
+        outputs.check_output_file(keep, "--keep", (".jsonl",))
+    kept = None if keep is None else KeptOutcomes(keep)
+    corpus = text.load()
+    network, tokenizer = model.load()
+    configs = [one.find(network) for one in settings]
+    with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
+        result = evaluate_retrieval(
+            network,
+            corpus,
+            {options.settings_name(network, config): config for config in configs},
+            tokenizer=tokenizer,
+            seed=seed,
+            select=rule,
+            kept=kept,
+            cluster=workers,
+            on_progress=show,
+            **wanted,
+        )
+    title = f"{model}\nneedles in {corpus.name}, question {question}"
+    title += f", select={select}" if select else ""
+    report.write(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
+    report.draw(plot_retrieval, result, title)
+    report.show(title, tables.retrieval_table(result))

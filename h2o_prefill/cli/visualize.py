@@ -7,6 +7,9 @@ from pathlib import Path
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.windows import select_windows
+from h2o_prefill.generation.text import encode
 from h2o_prefill.selection import load_rule
 
 
@@ -15,6 +18,7 @@ def visualize(
     model: options.CpuModelOptions,
     text: options.TextOptions,
     settings: options.SettingsOptions,
+    *,
     context: int = typer.Option(4096, min=1, help="Prompt length in tokens."),
     window: int = typer.Option(
         0, min=0, help="Index of the window of the text that is the prompt."
@@ -26,45 +30,40 @@ def visualize(
     ),
     figure_format: options.FormatOption = "png",
     select: options.SelectOption = None,
-    json_file: options.JsonOption = None,
+    report: outputs.ReportOptions,
 ) -> None:
     """Draw which positions memory sets keep, their errors and stability, and dense attention.
 
     Writes the figures memory, errors, stability and attention.
     """
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
-    from h2o_prefill.eval.report import build_report
-    from h2o_prefill.eval.windows import select_windows
-    from h2o_prefill.generation.text import encode
 
-    with outputs.json_output(json_file) as save_json:
-        settings.check()
-        rule = None if select is None else load_rule(select)
-        files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
-        outputs.check_output_folder(output, files)
-        corpus = text.load()
-        network, tokenizer = model.load()
-        config = settings.find(network)
-        tokens = encode(tokenizer, corpus.text)
-        _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
-        title = f"{model}, {corpus.name} window {window} of {context} tokens, "
-        title += options.describe(network, config, select)
-        with console.show_progress("prefill") as show:
-            measures = visualize_attention_patterns(
-                network,
-                prompts,
-                config,
-                output,
-                figure_format,
-                title=title,
-                select=rule,
-                on_progress=show,
-            )
-        report = measures.to_dict()
-        name = options.settings_name(network, config)
-        given = {"window": window, "context": context, "preset": name, "select": select}
-        origin = model.origin(corpus, **given) | report.pop("config")
-        save_json(lambda: build_report(origin, **report))
-        tables.print_result(title, tables.attention_table(measures))
-        for file in files:
-            print(output / file)
+    report.check()
+    settings.check()
+    rule = None if select is None else load_rule(select)
+    files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
+    outputs.check_output_folder(output, files)
+    corpus = text.load()
+    network, tokenizer = model.load()
+    config = settings.find(network)
+    tokens = encode(tokenizer, corpus.text)
+    _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
+    title = f"{model}, {corpus.name} window {window} of {context} tokens, "
+    title += options.describe(network, config, select)
+    with console.show_progress("prefill") as show:
+        measures = visualize_attention_patterns(
+            network,
+            prompts,
+            config,
+            output,
+            figure_format,
+            title=title,
+            select=rule,
+            on_progress=show,
+        )
+    values = measures.to_dict()
+    name = options.settings_name(network, config)
+    given = {"window": window, "context": context, "preset": name, "select": select}
+    origin = model.origin(corpus, **given) | values.pop("config")
+    report.write(lambda: build_report(origin, **values))
+    report.show(title, tables.attention_table(measures), *(output / file for file in files))

@@ -12,12 +12,7 @@ This package knows modules and tensors alone: `h2o_prefill.hf` makes stages of t
 
 from __future__ import annotations
 
-from h2o_prefill.distributed.exact_rows import ExactRows
+from h2o_prefill.distributed.exact_rows import ExactRows, measured_rows
 from h2o_prefill.distributed.group import DistributedPrefillError, Ranks
 from h2o_prefill.distributed.pipeline import PipelinePrefill
-from h2o_prefill.distributed.sequence import (
-    CompactPast,
-    MemoryRows,
-    SequencePrefill,
-    ShardPlan,
-)
+from h2o_prefill.distributed.sequence import CompactPast, MemoryRows, SequencePrefill, ShardPlan

@@ -7,14 +7,15 @@ is layers ahead by then.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed.group import Ranks
 from h2o_prefill.functional import LogitOptions, attend_to_all
 
@@ -61,27 +62,54 @@ class ExactRows:
         if self.ranks.number == 0 or not len(self.own):
             return lambda: None
         message = query[:, :, self.own.to(query.device)].cpu().contiguous()
-        works = []
-        for number in range(self.ranks.number):
-            with self.ranks.waiting(lambda: number, layer):  # noqa: B023
-                to = self.ranks.rank_of(number)
-                works.append(dist.isend(message, to, self.ranks.group, tag=_tag(layer, _QUERY)))
+        ranks, tag = self.ranks, _tag(layer, _QUERY)
+        sent = [ranks.send(number, message, layer, tag) for number in range(ranks.number)]
 
+        @functools.cache
         def wait() -> Partial | None:
             merged: Partial | None = None
-            for number, work in enumerate(works):
-                with self.ranks.waiting(lambda: number, layer):  # noqa: B023
-                    shape = (*message.shape[:3], value.shape[3] + 1)
-                    part = torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
-                    source = self.ranks.rank_of(number)
-                    dist.recv(part, source, self.ranks.group, tag=_tag(layer, _ANSWER))
-                    assert work is not None
-                    work.wait()
-                found = part[..., :-1].to(query.device), part[..., -1].to(query.device)
+            shape = (*message.shape[:3], value.shape[3] + 1)
+            kind = torch.promote_types(query.dtype, torch.float32)
+            for number, arrived in enumerate(sent):
+                part = torch.empty(shape, dtype=kind)
+                part = ranks.receive(number, part, layer, _tag(layer, _ANSWER)).to(query.device)
+                arrived()
+                found = part[..., :-1], part[..., -1]
                 merged = found if merged is None else ops.merge_states(*merged, *found)
             return merged
 
         return wait
+
+    def error(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        begin: int,
+        options: LogitOptions,
+        before: Callable[[], Partial | None],
+    ) -> Tensor | None:
+        """Return the error of a chunk whose sparse attention is `out` [B, Hq, n, Dv].
+
+        It is the mean |out - exact|^2 / |exact|^2 of its own rows, for each KV head, [B, Hkv] on
+        the CPU; None without such rows. Query, key and value belong to this range, in which the
+        chunk begins at `begin`; `before` is what `ask` returned.
+        """
+        measured = (self.own >= begin) & (self.own < begin + out.shape[2])
+        rows = self.own[measured].to(query.device)
+        if not len(rows):
+            return None
+        earlier = before()
+        parts = [] if earlier is None else [tuple(x[:, :, measured] for x in earlier)]
+        parts += attend_to_range(query[:, :, rows], key, value, rows, begin, options)
+        exact, lse = (x.to(parts[0][1].dtype) for x in parts[0])
+        for other, other_lse in parts[1:]:
+            exact, lse = ops.merge_states(exact, lse, other.to(exact.dtype), other_lse)
+        sparse = out[:, :, rows - begin].to(exact.dtype)
+        missed, whole = (x.square().sum(-1) for x in (sparse - exact, exact))
+        ratio = torch.where(whole > 0, missed / whole, 0)
+        return ratio.unflatten(1, (key.shape[1], -1)).mean(dim=(2, 3)).cpu()
 
     def finish(self) -> None:
         """Wait until all later processes have their answers; raise what went wrong with one."""
@@ -99,7 +127,7 @@ class ExactRows:
 
     def _serve(self, number: int) -> None:
         """Answer a later process, layer by layer."""
-        rank, group, count = self.ranks.rank_of(number), self.ranks.group, len(self.rows[number])
+        ranks, count = self.ranks, len(self.rows[number])
         try:
             for layer in self.layers if count else ():
                 with self._offered:
@@ -107,15 +135,42 @@ class ExactRows:
                     if self._stopped:
                         return
                     key, value, options, like = self._offers[layer]
-                with self.ranks.waiting(lambda: number, layer), torch.no_grad():
-                    shape = (*like.shape[:2], count, like.shape[3])
-                    query = torch.empty(shape, dtype=like.dtype)
-                    dist.recv(query, rank, group, tag=_tag(layer, _QUERY))
-                    out, lse = attend_to_all(query.to(like.device), key, value, options)
-                    answer = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1).cpu()
-                    dist.send(answer, rank, group, tag=_tag(layer, _ANSWER))
+                query = torch.empty((*like.shape[:2], count, like.shape[3]), dtype=like.dtype)
+                query = ranks.receive(number, query, layer, _tag(layer, _QUERY)).to(like.device)
+                with torch.no_grad():
+                    out, lse = attend_to_all(query, key, value, options)
+                answer = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1).cpu()
+                ranks.send(number, answer, layer, _tag(layer, _ANSWER))()
         except BaseException as error:
             self._error = error
+
+
+def measured_rows(config: PrefillConfig, begin: int, end: int) -> Tensor:
+    """Return the rows of a range in which errors are measured, counted from its first."""
+    found: list[int] = []
+    for chunk in range(max(begin, config.chunk_size), end, config.chunk_size):
+        rows = min(config.chunk_size, end - chunk)
+        found += [chunk - begin + row for row in config.native.measured_rows(chunk, rows)]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def attend_to_range(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, begin: int, options: LogitOptions
+) -> list[tuple[Tensor, ...]]:
+    """Return the attention of rows of a chunk to its range, to the keys before `begin` and after.
+
+    query [B, Hq, n, D], and keys and values of the range. Row i sees the keys up to rows[i].
+    """
+    parts, found = [], []
+    if begin > 0:
+        parts.append(attend_to_all(query, key[:, :, :begin], value[:, :, :begin], options))
+    kind = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (x[:, :, begin : int(rows[-1]) + 1].to(kind) for x in (key, value))
+    for i, row in enumerate(rows.tolist()):
+        seen = row + 1 - begin
+        held = query[:, :, i : i + 1].to(kind), keys[:, :, :seen], values[:, :, :seen]
+        found.append(ops.sliding_window_attention(*held, seen, *options))
+    return [*parts, tuple(torch.cat(x, dim=2) for x in zip(*found, strict=True))]
 
 
 def _tag(layer: int, kind: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -72,7 +73,7 @@ class Ranks:
                         f"rank {self.rank_of(0)} and {theirs.get(name)} on {self.rank_of(number)}"
                     )
 
-    def from_last(self, tensor: torch.Tensor | None, device: torch.device) -> Any:
+    def from_last(self, tensor: Tensor | None, device: torch.device) -> Any:
         """Return what the last process passed, on a device of this one."""
         shared = [None if tensor is None else tensor.cpu()]
         with self.waiting():
@@ -82,6 +83,24 @@ class Ranks:
     def rank_of(self, number: int) -> int:
         """Return the rank of a process in the default group."""
         return dist.get_global_rank(self.group, number)
+
+    def send(self, number: int, message: Tensor, layer: int, tag: int) -> Callable[[], None]:
+        """Begin to send to a process; return a function that waits until it has the message."""
+        with self.waiting(lambda: number, layer):
+            work = dist.isend(message, self.rank_of(number), self.group, tag)
+        assert work is not None
+
+        def wait(_: Tensor = message) -> None:  # The message lives until it has arrived.
+            with self.waiting(lambda: number, layer):
+                work.wait()
+
+        return wait
+
+    def receive(self, number: int, message: Tensor, layer: int, tag: int) -> Tensor:
+        """Wait for what a process sends; return `message`, filled."""
+        with self.waiting(lambda: number, layer):
+            dist.recv(message, self.rank_of(number), self.group, tag)
+        return message
 
     @contextlib.contextmanager
     def waiting(

@@ -163,5 +163,5 @@ def _steps(sizes: Sequence[int], micro_batches: int) -> Iterator[tuple[int, int]
 
 
 def _of_length(hidden: Tensor, length: int) -> Tensor:
-    """Return the form of hidden states of so many tokens, without memory."""
+    """Return hidden states of this length without memory."""
     return hidden.new_empty((hidden.shape[0], length, hidden.shape[2]), device="meta")

@@ -10,7 +10,7 @@ so that operators take the rows as if nothing lay between them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,8 +190,8 @@ class SequencePrefill:
         self.ranks, self.plan, self.recall, self.exact = ranks, plan, recall, exact
         self.bytes_sent = 0
         self.begin, self.end = plan.bounds[ranks.number]
-        # Messages under way, each with its receiver and layer.
-        self._sent: deque[tuple[dist.Work, Tensor, int, int]] = deque()
+        # Messages under way: what waits for each, and its layer.
+        self._sent: deque[tuple[Callable[[], None], int]] = deque()
 
     def past_of(
         self, layer: int, key: Tensor, value: Tensor, config: PrefillConfig | None
@@ -228,7 +228,7 @@ class SequencePrefill:
     def finish(self) -> None:
         """Wait until all messages have arrived."""
         while self._sent:
-            self._wait_for_oldest()
+            self._sent.popleft()[0]()
         if self.exact is not None:
             self.exact.finish()
 
@@ -266,28 +266,18 @@ class SequencePrefill:
 
     def _send(self, receiver: int, layer: int, *tensors: Tensor) -> None:
         message = torch.cat([_bytes(x.contiguous()) for x in tensors])
-        with self.ranks.waiting(lambda: receiver, layer):
-            to = self.ranks.rank_of(receiver)
-            work = dist.isend(message, to, group=self.ranks.group, tag=layer)
-        assert work is not None
-        self._sent.append((work, message, receiver, layer))
+        self._sent.append((self.ranks.send(receiver, message, layer, tag=layer), layer))
         self.bytes_sent += message.numel()
         # The farther a process is, the later it asks.
-        while layer - self._sent[0][3] > self.ranks.count:
-            self._wait_for_oldest()
+        while layer - self._sent[0][1] > self.ranks.count:
+            self._sent.popleft()[0]()
 
     def _receive(self, sender: int, layer: int, *tensors: Tensor) -> None:
         sizes = [x.numel() * x.element_size() for x in tensors]
         message = tensors[0].new_empty(sum(sizes), dtype=torch.uint8)
-        with self.ranks.waiting(lambda: sender, layer):
-            dist.recv(message, self.ranks.rank_of(sender), group=self.ranks.group, tag=layer)
+        self.ranks.receive(sender, message, layer, tag=layer)
         for tensor, part in zip(tensors, message.split(sizes), strict=True):
             _bytes(tensor).copy_(part)
-
-    def _wait_for_oldest(self) -> None:
-        work, _, receiver, layer = self._sent.popleft()
-        with self.ranks.waiting(lambda: receiver, layer):
-            work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

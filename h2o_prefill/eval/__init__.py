@@ -1,4 +1,25 @@
-"""Evaluation of sparse against dense prefill: perplexity, throughput, errors of attention."""
+"""Evaluation of sparse against dense prefill: perplexity, throughput, errors of attention.
+
+Arguments that several evaluations share:
+
+- `model` is a transformers causal decoder with dense attention; where a name is taken, as
+  `load_model` knows it.
+- `tokenizer` is the model's, needed where there is a text; a model given by name brings its own.
+- A text is a `Corpus`, or the name of one that `load_text` knows.
+- `config` and `chunk_config` are the settings of the sparse runs, a `PrefillConfig` or a settings
+  text. Default: what `enable` takes.
+- `context` is the number of tokens of a window, at least two chunks, and `windows` a slice
+  "begin:end" of the windows of a text, which do not overlap.
+- `protocol` says which tokens of a window are scored: "gptq" all but the first, "llamacpp" the
+  second half; it also puts BOS first in each window, if the tokenizer adds it.
+- `select` is a selection rule for the sparse runs, as `enable` takes it.
+- `cluster` is a `ModelCluster` whose workers have the same model and measure the pieces. Default:
+  this process measures.
+- `on_progress` is called with (steps done, steps in all, what runs next); a cluster counts pieces.
+
+An evaluation raises ValueError for an argument out of its range and for a model that already runs
+sparsely, NotImplementedError for one that never can, and ArithmeticError if logits are not finite.
+"""
 
 from __future__ import annotations
 

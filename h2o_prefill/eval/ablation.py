@@ -6,9 +6,8 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
 from h2o_prefill.eval.report import commit, cpu_name, gpu_name
-from h2o_prefill.eval.runs import check_model
 from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -31,6 +29,9 @@ from h2o_prefill.generation.cluster import (
 )
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
+    FAILURES,
+    Progress,
+    check_model,
     count_steps,
     eval_mode,
     prefill_mode,
@@ -44,15 +45,11 @@ from h2o_prefill.selection import SelectionRule, Selector
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.generation.runs import Progress
 
 # Fields that have no effect without recall, at their defaults.
 _WITHOUT_RECALL: dict[str, Any] = {
     name: getattr(PrefillConfig, name) for name in FIELDS if name.startswith("recall_")
 }
-
-# Errors of single cells: too little memory, logits that are not finite.
-_FAILURES = (RuntimeError, ArithmeticError, MemoryError)
 
 
 def build_grid(
@@ -148,8 +145,6 @@ def run_ablation(
 
     Parameters
     ----------
-    model : nn.Module or str
-        A transformers model with dense attention, or a name that `load_model` knows.
     axes : mapping of str to sequence
         Values of fields of `PrefillConfig`, to be combined.
     output : path
@@ -159,23 +154,21 @@ def run_ablation(
         Settings of the fields that `axes` does not name; each of several is combined with all
         values. Default: the settings that `enable` takes.
     datasets : sequence of str or Corpus
-        Texts, or names that `load_text` knows.
+        Texts.
     contexts : sequence of int
         Tokens of a window. Combinations with fewer than two chunks are left out.
-    windows, protocol, tokenizer
-        As `evaluate_perplexity` takes them.
     dtype, device : str
         Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or the one in the model's config.
     select : callable, optional
-        A selection rule for all cells, as `enable` takes it. Cells are known by its name: a rule
-        that has changed needs another name, or another folder.
+        A selection rule for all cells. Cells are known by its name: a rule that has changed needs
+        another name, or another folder.
     cluster : ModelCluster, optional
-        Workers that measure the cells, of the same model; the table is written here. Each worker
-        runs the windows densely once. Default: this process measures.
-    on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next); a cluster counts cells.
+        Workers that measure the cells; the table is written here. Each of them runs the windows
+        densely once.
+    model, windows, protocol, tokenizer, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
@@ -184,8 +177,6 @@ def run_ablation(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
     RuntimeError
         If cells failed. All others are finished.
 
@@ -202,7 +193,7 @@ def run_ablation(
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
     path = folder / table.CSV_NAME
-    rows = {str(row["cell"]): row for row in table.read_rows(path)}
+    rows = table.read_rows(path)
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
     # What sparse attention loses is asked, wherever it is faster.
@@ -214,30 +205,23 @@ def run_ablation(
         with prefill_mode(network, config, select=select):
             pass  # raises where settings do not fit the model
     of_rule = [] if select is None else [Selector(select).name]
-    texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
-    keys = [key for text in texts for key in text.cells]
+    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = {
-        key: (number, config)
-        for number, text in enumerate(texts)
-        for key, config in text.cells.items()
-        if key not in rows
-    }
+    pieces = {key: cell for key, cell in cells.items() if key not in rows}
     # Each window dense, where a cell needs it, and sparse once a cell.
     total = len(pieces)
     if cluster is None:
         needed = [number for number, _ in pieces.values()]
         total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
     held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
+    shared = name, protocol, texts, select
     failed: dict[str, Exception] = {}
-    for key, result in run_pieces(
-        held, cluster, _measure_cell, (name, protocol, texts, select), pieces
-    ):
+    for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
         number, config = pieces[key]
         try:
             measured = result()
-        except _FAILURES as error:
+        except FAILURES as error:
             cell = texts[number].cell_name(config)
             failed[f"{cell}: {error}"] = error
             warn(f"a cell failed, {cell}: {error}")
@@ -246,34 +230,36 @@ def run_ablation(
             preset = settings_name(network, config)
             measured["preset"] = None if "," in preset else preset
             rows[key] = {"cell": key, **measured}
-            table.write_rows(rows.values(), path)
+            table.add_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:
         first, cause = next(iter(failed.items()))
         raise RuntimeError(
-            f"{len(failed)} of {len(keys)} cells failed, the others are in {path}; first {first}"
+            f"{len(failed)} of {len(cells)} cells failed, the others are in {path}; first {first}"
         ) from cause
-    return table.to_frame(rows[key] for key in keys)
+    return table.to_frame(rows[key] for key in cells)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The windows of a text at one context, and the cells that run over them."""
+class _Text(NamedTuple):
+    """The windows of a text at one context."""
 
     key: str  # digest of the windows and their tokens
     columns: dict[str, str]  # of all its rows
     indices: range
     batches: Tensor
-    cells: dict[str, PrefillConfig]  # settings by key
 
     def cell_name(self, config: PrefillConfig) -> str:
         return f"{self.columns['dataset']} {self.batches.shape[1]} {config.to_string()}"
 
 
+# The number of a text, and settings.
+_Cell = tuple[int, PrefillConfig]
+
+
 def _measure_cell(
     held: LoadedModel,
     shared: tuple[str | None, str, list[_Text], SelectionRule | None],
-    piece: tuple[int, PrefillConfig],
+    piece: _Cell,
 ) -> dict[str, Any]:
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
     name, protocol, texts, select = shared
@@ -301,28 +287,27 @@ def _find_cells(
     windows: str,
     protocol: str,
     of_rule: list[str],
-) -> list[_Text]:
-    """Return each text at each context with its cells."""
+) -> tuple[list[_Text], dict[str, _Cell]]:
+    """Return each text at each context, and all cells by key."""
     weights = model_digest(network)
     first = first_token(tokenizer, protocol)
-    found = []
+    texts: list[_Text] = []
+    cells: dict[str, _Cell] = {}
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
-            cells = {}
-            for length, config in grid:
-                if length == context:
-                    # Without the fields at their defaults: a new field leaves old keys as they are.
-                    values = {n: getattr(config, n) for n in FIELDS}
-                    changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
-                    key = digest(corpus.name, protocol, digests, changed, *of_rule)
-                    cells[key] = config
+            for config in (config for length, config in grid if length == context):
+                # Without the fields at their defaults: a new field leaves old keys as they are.
+                values = {n: getattr(config, n) for n in FIELDS}
+                changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
+                key = digest(corpus.name, protocol, digests, changed, *of_rule)
+                cells[key] = len(texts), config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
-            found.append(_Text(digest(digests), columns, indices, batches, cells))
-    return found
+            texts.append(_Text(digest(digests), columns, indices, batches))
+    return texts, cells
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:

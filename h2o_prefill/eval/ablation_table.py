@@ -5,8 +5,11 @@ A cell is one `PrefillConfig` on one text at one context.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import fcntl
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,12 +107,15 @@ def varied_settings(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the CSV file; no rows if there is none, ValueError if it is another table."""
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the rows of the CSV file by cell, none if there is no file.
+
+    Raises ValueError if it is another table.
+    """
     import pandas as pd
 
     if not path.exists():
-        return []
+        return {}
     try:
         # As text first: some versions of pandas lose digits when they read numbers.
         frame = pd.read_csv(path, dtype="string", keep_default_na=False, na_values=[""])
@@ -118,10 +124,26 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         frame = frame.reindex(columns=list(COLUMNS)).astype(COLUMNS)
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be a table of an ablation: {error}") from error
-    return frame.to_dict(orient="records")
+    return {row["cell"]: row for row in frame.to_dict(orient="records")}
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write the CSV file, whole or not at all."""
-    with replaced_file(path) as scratch:
-        to_frame(rows).to_csv(scratch, index=False)
+def add_row(row: Mapping[str, Any], path: Path) -> None:
+    """Add a row to the CSV file, which is written whole or not at all.
+
+    Other runs may add rows to the file at the same time: its rows are read again.
+    """
+    with _locked(path.parent):
+        rows = read_rows(path)
+        with replaced_file(path) as scratch:
+            to_frame({**rows, row["cell"]: row}.values()).to_csv(scratch, index=False)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: a file that is replaced cannot be locked itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

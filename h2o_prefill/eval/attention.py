@@ -16,7 +16,6 @@ from torch.nn import functional
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.eval.runs import check_model, count_heads
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -27,7 +26,13 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import Progress, eval_mode, report_progress, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_model,
+    count_heads,
+    report_progress,
+    settings_for,
+)
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
@@ -172,21 +177,15 @@ def measure_attention(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
-    chunk_config : PrefillConfig or str, optional
-        Default: the settings of `enable`. `min_prefill` has no effect.
-    select : callable, optional
-        A selection rule, as `enable` takes it.
-    on_progress : callable, optional
-        Called with (layers begun, layers in all, what runs next).
+    model, chunk_config, select, on_progress
+        As in `h2o_prefill.eval`. `min_prefill` has no effect.
 
     Raises
     ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, no layer is sparse, or the model already runs sparsely.
+    ValueError
+        Also if no layer is sparse.
     """
     config = settings_for(model, chunk_config)
     prompt = prompt_ids(input_ids)
@@ -194,8 +193,7 @@ def measure_attention(
     if length < 2:
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_model(model, length, "input_ids")
-    from h2o_prefill.eval.observe import observe_attention
-    from h2o_prefill.hf.cache import last_logits_only
+    from h2o_prefill.eval.observe import observe_prompt
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
@@ -209,8 +207,7 @@ def measure_attention(
         of_layer = config.of_layer(index), recalled, call.logit_options
         found[index] = measure_layer(*qkv, *of_layer, index, select)
 
-    with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
-        model(prompt, use_cache=False, **last_logits_only(model))
+    observe_prompt(model, prompt, observe, config.dense_layers)
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")

@@ -22,14 +22,13 @@ from h2o_prefill.eval.attention_flops import (
 )
 from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import count_heads
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.generation.runs import (
     Progress,
+    count_heads,
     count_steps,
-    eval_mode,
     report_progress,
     settings_for,
 )
@@ -37,7 +36,7 @@ from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
 from h2o_prefill.vocabulary import text_for
 
-# By what L and H of every head are multiplied, one after the other.
+# Factors of every head's L and H, tried one after the other.
 FACTORS = (1, 2, 4, 8)
 
 _PROTOCOL = "gptq"
@@ -119,23 +118,15 @@ def calibrate_heads(
 
     Parameters
     ----------
-    model : nn.Module
-        A causal language model with dense attention.
     dataset : Tensor, sequence of int, Corpus or str
-        As `evaluate_perplexity` takes it. Use another text than for the evaluation.
+        Tokens, or a text: another one than for the evaluation.
     chunk_config : PrefillConfig or str, optional
         Settings to widen heads of. Default: the preset "recommended", not a profile, whose heads
         are wide already. They are measured without widening at run time.
     budget : float
         Attention flops of the result relative to the settings as given, more than 1.
-    tokenizer : optional
-        The model's tokenizer, needed where `dataset` is a text.
-    context, windows : int, str
-        Tokens of a window, at least two chunks, and a slice "begin:end" of the windows.
-    cluster : ModelCluster, optional
-        Workers that measure the windows, of the same model. Default: this process.
-    on_progress : callable, optional
-        Called with (layers done, layers of all windows, what runs next); a cluster counts windows.
+    model, tokenizer, context, windows, cluster, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
@@ -145,9 +136,8 @@ def calibrate_heads(
 
     Raises
     ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, no layer after the first is sparse, or the model already
-        runs sparsely or never can.
+    ValueError
+        Also if no layer after the first is sparse.
     """
     config = settings_for(model, chunk_config or DEFAULT_PRESET)
     check_settings(config, context, windows, _PROTOCOL)
@@ -207,8 +197,7 @@ def _measure_window(
     window: tuple[int, Tensor],
 ) -> _Sums:
     """Run a window, its index and int64 [1, T], densely; return the sums of its errors."""
-    from h2o_prefill.eval.observe import observe_attention
-    from h2o_prefill.hf.cache import last_logits_only
+    from h2o_prefill.eval.observe import observe_prompt
 
     config, token_text = settings
     index, prompt = window
@@ -224,13 +213,8 @@ def _measure_window(
             size = residuals.get(id(call.module))
             sums[layer] = _compare(config, call, dense.transpose(1, 2), size, lists)
 
-    with (
-        torch.no_grad(),
-        eval_mode(model),
-        _sizes_of_residuals(model) as residuals,
-        observe_attention(model, observe, config.dense_layers),
-    ):
-        model(prompt, use_cache=False, **last_logits_only(model))
+    with _sizes_of_residuals(model) as residuals:
+        observe_prompt(model, prompt, observe, config.dense_layers)
     return sums
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.runs import check_chunks, check_counts
 from h2o_prefill.eval.scores import format_change, relative_difference, score_window
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,
+    check_chunks,
+    check_counts,
     check_length,
     count_steps,
     eval_mode,
@@ -99,34 +100,24 @@ def compare(
     Parameters
     ----------
     model : PreTrainedModel
-        A causal decoder. It may be enabled: then the last settings are its own, with the selection
-        rule. In the end it is as it was, also after an error.
+        It may be enabled: then the last settings are its own, with the selection rule. In the end
+        it is as it was, also after an error.
     inputs : Tensor, sequence of int, mapping or str
         A prompt of at least two chunks: int64 [T] or [1, T], what a tokenizer returned for it, or a
         text, which needs the tokenizer and gets no chat template.
     tokenizer : optional
-        The model's, as for `enable`. Without it, answers are token ids.
-    config : PrefillConfig or str, optional
-        The last settings. Default: the model's if it is enabled, or what `enable` would take.
+        Without it, answers are token ids.
     max_new_tokens : int
         Tokens of the answers.
     repeats : int
         Timed runs of each.
-    on_progress : callable, optional
-        Called with (runs done, runs in all, what runs next).
+    config, on_progress
+        As in `h2o_prefill.eval`; `config` are the last settings.
 
     Returns
     -------
     Comparison
         `print` it for a table.
-
-    Raises
-    ------
-    ValueError
-        If an argument is wrong, or the prompt is shorter than two chunks or longer than the model
-        takes.
-    ArithmeticError
-        If a run gives logits that are not finite.
 
     Examples
     --------

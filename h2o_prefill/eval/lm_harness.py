@@ -24,17 +24,9 @@ from h2o_prefill.hf.enable import enable
 class PrefillLM(HFLM):
     """A causal language model of lm_eval whose long prompts are prefilled by this library.
 
-    Parameters
-    ----------
-    pretrained : str
-        As `load_model` takes it: "smollm2-135m", a folder, a .gguf file or an id of the hub.
-    settings : str, optional
-        As `enable` takes them. Fields may follow as arguments of their own:
-        `settings=recommended,local_window=256`.
-    dtype : str
-        "float32", "bfloat16" or "float16".
-    **options
-        Other arguments of `lm_eval.models.huggingface.HFLM`.
+    `pretrained` and `dtype` are as `load_model` takes them, `settings` as `enable` does; fields of
+    the settings may follow as arguments of their own, `settings=recommended,local_window=256`.
+    Other options are arguments of `lm_eval.models.huggingface.HFLM`.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.runs import check_chunks, count_heads
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
@@ -25,7 +24,15 @@ from h2o_prefill.eval.scores import (
 )
 from h2o_prefill.eval.windows import model_windows, parse_windows, scored_rows
 from h2o_prefill.generation.models import resolve_model
-from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_chunks,
+    count_heads,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+    settings_for,
+)
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
@@ -134,40 +141,18 @@ def evaluate_perplexity(
 
     Parameters
     ----------
-    model : nn.Module or str
-        A causal language model with dense attention, or a name that `load_model` knows.
     dataset : Tensor, sequence of int, Corpus or str
-        Tokens; or a text, or the name of one that `load_text` knows, which need a tokenizer.
-    chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run. Default: what `enable` takes.
-    tokenizer : optional
-        The model's. A model given by name brings its own.
-    context : int
-        Tokens of a window: at least two chunks.
-    windows : str
-        A slice "begin:end" of the windows.
-    protocol : {"gptq", "llamacpp"}
-        Which tokens are scored: all but the first of a window, or its second half. "llamacpp" also
-        puts BOS first in each window, if the tokenizer adds it.
+        Tokens, or a text.
     key_tokens : bool
         Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
         tokens, which take about as long as the window again.
-    select : callable, optional
-        A selection rule for the sparse run, as `enable` takes it.
-    on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next).
+    model, chunk_config, tokenizer, context, windows, protocol, select, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
     PerplexityResult
         With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    ArithmeticError
-        If a run gives logits that are not finite.
     """
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     config = settings_for(network, chunk_config)

@@ -36,7 +36,6 @@ File = str | os.PathLike[str]
 Style = dict[str, Any]
 
 SUFFIXES = (".png", ".svg", ".pdf")
-ATTENTION_FIGURES = ("memory", "errors", "stability", "attention")
 
 # Told apart by people who see colours differently, and by marker and line style in print.
 DENSE: Style = {"color": "#0072B2", "marker": "o"}
@@ -327,8 +326,7 @@ def visualize_attention_patterns(
         model, input_ids, chunk_config, select=select, on_progress=on_progress
     )
     folder.mkdir(parents=True, exist_ok=True)
-    plots = (plot_memory_sets, plot_errors, plot_stability, plot_attention)
-    for name, plot in zip(ATTENTION_FIGURES, plots, strict=True):
+    for name, plot in ATTENTION_FIGURES.items():
         plot(measures, folder / f"{name}.{figure_format}", title)
     return measures
 
@@ -408,6 +406,14 @@ def plot_attention(measures: AttentionMeasures, path: File, title: str) -> Figur
     named = (f"in layer {measures.layers[row]} ({error[row]:.1f} %)" for row in rows)
     finding = "Dense attention where sparse errs least and most: " + ", ".join(named)
     return save_figure(figure, path, finding, title)
+
+
+ATTENTION_FIGURES = {
+    "memory": plot_memory_sets,
+    "errors": plot_errors,
+    "stability": plot_stability,
+    "attention": plot_attention,
+}
 
 
 def _draw_map(

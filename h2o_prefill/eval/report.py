@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import subprocess
@@ -33,17 +32,8 @@ def write_json(values: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 def format_json(values: dict[str, Any]) -> str:
     """Return plain values as JSON. Numbers that JSON does not know (NaN) become null."""
-    return json.dumps(_plain(values), indent=2) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    known = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    return json.dumps(known, indent=2) + "\n"
 
 
 _PACKAGES = ("transformers", "tokenizers", "safetensors", "gguf", "datasets", "numpy")
@@ -73,20 +63,20 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        head, changes = (_git(root, what) for what in ("rev-parse HEAD", "status --porcelain"))
+        head, changes = (
+            subprocess.run(
+                ["git", "-C", root, *words], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+" if changes else "")
 
 
-def has_cuda() -> bool:
-    """Return whether CUDA kernels were compiled in."""
-    return bool(torch.ops.h2o_prefill.has_cuda())
-
-
 def cuda_kernels() -> dict[str, str]:
     """Return which GPUs, dtypes and shapes have CUDA kernels, and what runs otherwise."""
-    if not has_cuda():
+    if not torch.ops.h2o_prefill.has_cuda():
         return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
     runs = f", of {torch.ops.h2o_prefill.cuda_arch()} on this GPU" if gpu_name() else ""
     return {
@@ -115,19 +105,14 @@ def linear_attention() -> dict[str, str]:
     """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
     return {
         "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
-        "CUDA": "kernels for bfloat16, float16, causal, head dims up to 128, without gradients",
-        "composite version": "float64; other calls on CUDA; devices without kernels",
+        "composite version": "float64; CUDA and other devices",
     }
 
 
 def operators() -> dict[str, list[str]]:
     """Return the operators of `h2o_prefill.ops` and their devices; "any": the composite version."""
-    keys = {
-        "CPU": "cpu",
-        "CUDA": "cuda",
-        "CompositeExplicitAutograd": "any",
-        "CompositeImplicitAutograd": "any",
-    }
+    keys = {"CPU": "cpu", "CUDA": "cuda"}
+    keys |= dict.fromkeys(("CompositeExplicitAutograd", "CompositeImplicitAutograd"), "any")
     names = (name.partition("h2o_prefill::")[2] for name in torch._C._dispatch_get_all_op_names())
     return {
         name: [
@@ -161,9 +146,3 @@ def _package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _git(root: Path, command: str) -> str:
-    words = ["git", "-C", str(root), *command.split()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()

@@ -25,7 +25,6 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.runs import check_chunks, check_model
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -38,6 +37,8 @@ from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     DENSE,
     Progress,
+    check_chunks,
+    check_model,
     count_steps,
     eval_mode,
     generate_greedily,
@@ -87,7 +88,7 @@ class RetrievalResult:
 
 
 class KeptOutcomes:
-    """A file of JSON lines that keeps outcomes as they come, for a run that goes on with the rest.
+    """A file of JSON lines that keeps outcomes as they come, for a later run to continue.
 
     Lines of other prompts, models or settings are left alone. Raises ValueError if the file holds
     anything else.
@@ -141,14 +142,12 @@ def evaluate_retrieval(
 
     Parameters
     ----------
-    model : PreTrainedModel or str
-        A causal language model with dense attention, or a name that `load_model` knows.
     haystack : Corpus or str
-        A text, or the name of one that `load_text` knows.
+        A text.
     variants : mapping of str to PrefillConfig, optional
         Names and settings of the sparse runs. Default: what `enable` takes.
     tokenizer : optional
-        The model's; needed unless the model is a name. A chat template formats the prompts.
+        A chat template formats the prompts.
     tasks : sequence of str
         Of "single", "multi_key" and "multi_value".
     lengths : sequence of int
@@ -161,20 +160,11 @@ def evaluate_retrieval(
         Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
-    select : callable, optional
-        A selection rule for the sparse runs, as `enable` takes it. Its name is part of what `kept`
-        knows prompts by.
     kept : KeptOutcomes, optional
-        A file of finished prompts, which are not asked again; others are added as they finish.
-    cluster : ModelCluster, optional
-        Workers that answer the prompts, of the same model. Default: this process.
-    on_progress : callable, optional
-        Called with (answers done, answers in all, what runs next); a cluster counts prompts.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, or the model already runs sparsely or never can.
+        A file of finished prompts, which are not asked again; others are added as they finish. It
+        knows prompts by the name of the selection rule, too.
+    model, select, cluster, on_progress
+        As in `h2o_prefill.eval`.
     """
     check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
     network, tokenizer = resolve_model(model, tokenizer)
@@ -272,7 +262,7 @@ def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
 def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tensor) -> float:
     """Return the mean log-probability per token of an answer after a prompt, in nats.
 
-    `output` comes from `generate` for the prompt; what it decoded is removed from its cache. The
+    `output` comes from `generate` for the prompt; decoded tokens are removed from its cache. The
     tokens of the answer, int64 [1, A], attend densely, as decoded ones do.
     """
     from h2o_prefill.hf.cache import CACHE_NAMES, cache_argument

@@ -116,11 +116,8 @@ def format_change(percent: float, error: float | None = None) -> str:
 
 def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | None]:
     """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
-    result: list[float | None] = []
-    for index in range(count):
-        chosen = nll[:, bins == index]
-        result.append(perplexity(chosen) if chosen.numel() else None)
-    return result
+    chosen = (nll[:, bins == index] for index in range(count))
+    return [perplexity(values) if values.numel() else None for values in chosen]
 
 
 def find_key_tokens(

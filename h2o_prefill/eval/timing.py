@@ -13,9 +13,17 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.runs import check_counts, check_model, count_heads
 from h2o_prefill.generation.prompts import random_ids
-from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.runs import (
+    Progress,
+    check_counts,
+    check_model,
+    count_heads,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+    settings_for,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,18 +46,14 @@ def benchmark_throughput(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
     seq_lengths : sequence of int
         Prompt lengths, tokens. Up to one chunk sparse attention is dense, and the ratio about 1.
     num_runs : int
         Timed runs of each mode at each length.
-    chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs. Default: what `enable` takes.
     seed : int
         Seed of the random tokens.
-    on_progress : callable, optional
-        Called with (runs done, runs in all, what runs next).
+    model, chunk_config, on_progress
+        As in `h2o_prefill.eval`.
 
     Returns
     -------
@@ -59,11 +63,6 @@ def benchmark_throughput(
         dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
         off); `num_runs`.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        If an argument is out of its range, or the model already runs sparsely or never can.
     """
     config = settings_for(model, chunk_config)
     check_counts("num_runs", num_runs)
@@ -145,7 +144,6 @@ def profile_memory(
     seq_lengths: Sequence[int],
     chunk_config: PrefillConfig | str | None = None,
     *,
-    seed: int = 0,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Count the bytes that the prefill of a model takes in addition to its weights.
@@ -161,7 +159,7 @@ def profile_memory(
 
     rows: list[dict[str, int]] = []
     step = count_steps(on_progress, 2 * len(lengths))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), eval_mode(model):
         for length in lengths:
             ids = random_ids(model, length, generator)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.eval.runs import check_model
+from h2o_prefill.generation.runs import check_model
 from h2o_prefill.generation.text import Corpus, as_corpus, encode
 
 PROTOCOLS = ("gptq", "llamacpp")

@@ -49,7 +49,7 @@ class LoadedModel:
     _kept: tuple[str, Any] = field(default=("", None), repr=False)
 
     def keep(self, key: str, make: Callable[[], R]) -> R:
-        """Return what the last piece made under this key; what is under another is forgotten."""
+        """Return what the last piece made under this key; another key drops it."""
         if self._kept[0] != key:
             self._kept = "", None  # frees its memory first
             self._kept = key, make()

@@ -15,15 +15,15 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def hub_is_reachable(timeout: float = 3.0) -> bool:
-    """Ask the hub's endpoint once, without the client's retries; `timeout` is in seconds."""
+def hub_is_reachable() -> bool:
+    """Ask the hub's endpoint once, for up to three seconds, without the client's retries."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=timeout)
+        get_session().head(constants.ENDPOINT, timeout=3.0)
     except Exception:  # the HTTP library, so its errors, differ between versions
         return False
     return True

@@ -25,6 +25,7 @@ from h2o_prefill.generation.cluster import (
 from h2o_prefill.generation.json_lines import whole_lines
 from h2o_prefill.generation.prompts import check_prompt, encode_prompt
 from h2o_prefill.generation.runs import (
+    FAILURES,
     Progress,
     check_dense,
     check_length,
@@ -39,13 +40,10 @@ from h2o_prefill.generation.text import read_text
 # What names a prompt: its "id", or the number of its line.
 PromptId = str | int
 
-# Errors of single batches: too little memory, logits that are not finite.
-_FAILURES = (RuntimeError, ArithmeticError, MemoryError)
-
 # Of each line of answers.
 _BEGIN = b'{"id": '
 
-# Rows of a batch are at least so long, relative to its longest one: the rest would be padding.
+# Least length of a row relative to the longest of its batch: the rest would be padding.
 _LEAST_SHARE = 0.75
 
 
@@ -97,7 +95,7 @@ def answer_prompts(
     """Answer prompts greedily after sparse prefill, and write a JSON line for each.
 
     Prompts of similar lengths share a padded batch, in which each is prefilled as if it were alone;
-    answers are those of the prompt alone but for rounding. The lines of a batch are added to
+    answers equal the ones of each prompt alone but for rounding. The lines of a batch are added to
     `output` as soon as it is done. Prompts whose answers are there already are left out: a run that
     was stopped goes on when it is called again, and only the batches in flight are lost. In the end
     the lines are put in the order of the prompts. A line is
@@ -167,7 +165,7 @@ def answer_prompts(
     for number, result in run_pieces(held, cluster, _answer_batch, shared, pieces):
         try:
             found = result()
-        except _FAILURES as error:
+        except FAILURES as error:
             found = [{"error": _one_line(error)}] * len(batches[number])
         add(zip(batches[number], found, strict=True))
     step("done")
@@ -184,7 +182,7 @@ def _answer_batch(
     held.step(f"{len(prompts)} prompts of up to {longest} tokens")
     try:
         return _generate(held, *shared, prompts)
-    except _FAILURES as error:
+    except FAILURES as error:
         if len(prompts) == 1:
             return [{"error": _one_line(error)}]
     # Outside of the handler, which holds on to the memory of the batch.

@@ -36,12 +36,14 @@ def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
 _ANSWER = "<h2o_prefill answer>"
 
 
-def encode_turn(tokenizer: Any, text: str, past: Tensor, *, chat: bool) -> Tensor:
-    """Return the token ids that a text adds to those before it, int64 [1, T].
+def encode_turn(tokenizer: Any, text: str, past: Tensor | None, *, chat: bool) -> Tensor:
+    """Return the token ids that a text adds to earlier ones, int64 [1, T]: a prompt without any.
 
     `chat` makes it a turn of the user, after an answer that `past` [1, T] ends with: what the chat
     template puts after an answer comes first, but for the end token where `past` has it.
     """
+    if past is None or past.shape[1] == 0:
+        return encode_prompt(tokenizer, text, chat=chat)
     if chat and getattr(tokenizer, "chat_template", None):
         text = turn_text(tokenizer, text) or text
     encoded = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 import os
 import weakref
 from collections.abc import Callable
@@ -27,28 +26,11 @@ from transformers.cache_utils import (
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_in_buffers
-from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import (
-    ChunkedPrefillLayer,
-    graph,
-    prefill_layer_for,
-)
-from h2o_prefill.identity import (
-    CHANGED,
-    Marks,
-    Origin,
-    difference,
-    marks_of,
-    model_text,
-    old_model_hash,
-)
-from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields, settings_text
-from h2o_prefill.state import (
-    PrefillState,
-    no_errors,
-    stacked_checkpoints,
-    unstacked_checkpoints,
-)
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
+from h2o_prefill.hf.session import fill, session_of
+from h2o_prefill.identity import Origin
+from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
+from h2o_prefill.state import no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -349,7 +331,7 @@ class StaticPrefillLayer(StaticLayer):
         elif self.memory is not None and self.memory.shape[2] < self.memory_size:
             # The settings have changed since: a larger set continues from the smaller one.
             grown = self.memory_size - self.memory.shape[2]
-            self.memory = torch.nn.functional.pad(self.memory, (0, grown), value=-1)
+            self.memory = pad(self.memory, (0, grown), value=-1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -430,7 +412,7 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
                 layer.prepare(config.memory_size)
 
     def position_for(self, new: int) -> Tensor:
-        """Return the position of a call of so many tokens, int64 [2] on the CPU."""
+        """Return the position of a call of `new` tokens, int64 [2] on the CPU."""
         # A decoding call has no use for it, and asking a device for its length would wait for it.
         if new > 1:
             self._position[0] = int(self.get_seq_length())
@@ -443,7 +425,7 @@ def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
     """Return a cache of ours that has the layers of an empty one of transformers; others as is.
 
     The two share their list of layers, so the user's cache holds what ours does, and what edits
-    the one edits the other. A cache that was taken over before is that one of ours again.
+    the one edits the other. A cache that was taken over before gives the same cache of ours again.
     """
     taken = getattr(cache, "_h2o_prefill_cache", None)
     if taken is not None and taken.layers is cache.layers:
@@ -470,87 +452,3 @@ def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
     ):
         setattr(cache, edit, getattr(ours, edit))
     return ours
-
-
-def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | None) -> SessionFile:
-    """Return what a session file holds of a cache with such layers; ValueError if none can."""
-    model = None if origin is None else origin.model()
-    if origin is None or model is None:
-        raise ValueError("cache must have been used by an enabled model that still exists")
-    changed = "" if origin.changed == "settings" else origin.changed
-    # The weights and adapters of now; rule and tokenizer of then.
-    now = Marks(*marks_of(model)[:2], *origin.marks[2:])
-    changed = changed or difference(origin.marks, now)
-    if changed:
-        raise ValueError(
-            f"cache must be of one state of its model, whose {CHANGED[changed]} changed since it "
-            "was filled"
-        )
-    config = PrefillConfig.parse(origin.settings)
-    kinds = [_rows_of(layer, 1) for layer in layers]
-    length = int(layers[0].get_seq_length()) if kinds else 0
-    held = []
-    for number, layer in enumerate(layers):
-        rows = _rows_of(layer, length)
-        if length == 0 or layer.get_seq_length() != length or layer.keys.shape[2] != rows:
-            raise ValueError("cache must hold the same tokens in every layer, and at least one")
-        if getattr(layer, "padded", False):
-            raise ValueError("cache must not be of a padded batch")
-        state = _in_width(getattr(layer, "state", None), config.of_layer(number).memory_size)
-        kept = getattr(layer, "checkpoints", None) or {}
-        checkpoints = stacked_checkpoints(kept, config.chunk_size)
-        held.append(SessionLayer(layer.keys, layer.values, state, checkpoints))
-    return SessionFile(model_text(model, origin.marks), origin.settings, length, token_ids, held)
-
-
-def _in_width(state: PrefillState | None, memory_size: int) -> PrefillState | None:
-    """Return a state whose sets have the width of the settings; other settings had another one."""
-    if state is None:
-        return None
-    more = memory_size - state.memory.shape[2]
-    return replace(state, memory=pad(state.memory, (0, more), value=-1))
-
-
-def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
-    """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
-    enabled = enabled_of(model.config)
-    settings = None
-    if enabled is not None:
-        settings = settings_fields(enabled.config)
-        if enabled.config.is_auto:
-            number = PrefillConfig.parse(session.settings).min_prefill
-            settings = settings_fields(enabled.config.replace(min_prefill=number))
-    marks = marks_of(model) if enabled is None else enabled.marks(model)
-    if enabled is None:  # then rule, tokenizer and settings come from the file
-        words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
-        marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
-    old = session.version == 1
-    session.check_origin(old_model_hash(model) if old else model_text(model, marks), settings)
-    wanted = [_rows_of(layer, session.length) for layer in layers]
-    found = [held.key.shape[2] for held in session.layers]
-    if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):
-        raise ValueError(f"it must have {wanted} tokens of the layers, got {found}")
-    for layer, held, rows in zip(layers, session.layers, wanted, strict=True):
-        key, value = (x[:, :, -rows:].to(model.device) for x in (held.key, held.value))
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-        if isinstance(layer, ChunkedPrefillLayer):
-            layer.state = held.state
-            if held.checkpoints is not None:
-                chunk_size = PrefillConfig.parse(session.settings).chunk_size
-                layer.checkpoints = unstacked_checkpoints(held.checkpoints, chunk_size)
-        else:
-            layer.cumulative_length = session.length
-    return Origin(weakref.ref(model), session.settings, marks)
-
-
-def _rows_of(layer: Any, length: int) -> int:
-    """Return how many of the last tokens a layer holds; ValueError for kinds without a session."""
-    if type(layer) is ChunkedPrefillLayer:
-        return length
-    if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:
-        return min(length, layer.sliding_window - 1)
-    raise ValueError(
-        "cache must have full attention or sliding windows alone, got a layer of "
-        f"{type(layer).__name__}"
-    )

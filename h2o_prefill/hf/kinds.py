@@ -118,7 +118,7 @@ def chooses_keys(module: nn.Module) -> bool:
 
 
 def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
-    """Return whether some calls of an attention layer are sparse, by what kind it is of."""
+    """Return whether some calls of an attention layer are sparse, by its kind."""
     if not is_causal(module, {}):
         return False
     window = window_of(module)
@@ -133,7 +133,7 @@ def why_none_sparse(
     """Return why no layer of a model can be sparse; None if one can."""
     if any(can_be_sparse(layer, config) for layer in layers):
         return None
-    not_causal = "that of an encoder-decoder" if encoder_decoder else "not causal"
+    not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
     kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
     # Each once, in the order of the layers.
     return " or ".join(dict.fromkeys(_IN_WORDS.get(kind, kind) for kind in kinds))

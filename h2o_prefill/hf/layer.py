@@ -306,7 +306,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._shared.freeze(length)
 
     def _room_for(self, total: int, *like: Tensor, claims: bool = True) -> tuple[Tensor, Tensor]:
-        """Return buffers with room for so many tokens, which begin with what the layer holds.
+        """Return buffers with room for `total` tokens, which begin with the tokens of the layer.
 
         `claims`: the rows after that will be written.
         """

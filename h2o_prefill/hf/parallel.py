@@ -267,14 +267,10 @@ class ShardedLayer(DynamicLayer):
         self.past = None
         self._take_rows()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(STAYS)
 
-    def reset(self) -> None:
-        raise NotImplementedError(STAYS)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(STAYS)
+    crop = reset = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.rows.reorder_cache(beam_idx)
@@ -300,8 +296,8 @@ class ShardedLayer(DynamicLayer):
         """Attend chunk by chunk, and measure errors against the keys of all processes."""
         keys, values = self._take_rows()
         past, new, config = self.past.table.numel(), query.shape[2], self.config
-        exact, own = self.sequence.exact, (keys[:, :, past:], values[:, :, past:])
-        wait, before = exact.ask(self.number, query, *own, options), None
+        exact, own = self.sequence.exact, (query, keys[:, :, past:], values[:, :, past:])
+        before = exact.ask(self.number, *own, options)
         # The operator itself would measure against the keys that are here.
         unmeasured = config.replace(error_rows=1, error_threshold=sys.float_info.max)
         errors = (no_errors(keys) if self.rows.errors is None else self.rows.errors).cpu().clone()
@@ -314,13 +310,8 @@ class ShardedLayer(DynamicLayer):
             out, state = sparse_attention(
                 query[:, :, begin:end], held, held_values, state, unmeasured, lists, *options
             )
-            measured = (exact.own >= begin) & (exact.own < end)
-            rows = exact.own[measured].to(query.device)
-            if len(rows):
-                before = wait() if before is None else before
-                parts = [] if before is None else [tuple(x[:, :, measured] for x in before)]
-                parts += attend_to_range(query[:, :, rows], *own, rows, begin, options)
-                error = _error(out[:, :, rows - begin], parts, keys.shape[1])
+            error = exact.error(*own, out, begin, options, before)
+            if error is not None:
                 config.native.record_errors(errors, error)
             state.errors = errors.to(query.device, copy=True)
             outs.append(out)
@@ -336,35 +327,6 @@ class ShardedLayer(DynamicLayer):
             part = attend_to_all(query, keys, values, options)
         merged: Tensor = self.sequence.merge(*part, self.number)
         return merged
-
-
-def attend_to_range(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, begin: int, options: LogitOptions
-) -> list[tuple[Tensor, ...]]:
-    """Return the attention of rows of a chunk to its range, to the keys before `begin` and after.
-
-    query [B, Hq, n, D], and keys and values of the range. Row i sees the keys up to rows[i].
-    """
-    parts, found = [], []
-    if begin > 0:
-        parts.append(attend_to_all(query, key[:, :, :begin], value[:, :, :begin], options))
-    kind = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (x[:, :, begin : int(rows[-1]) + 1].to(kind) for x in (key, value))
-    for i, row in enumerate(rows.tolist()):
-        seen = row + 1 - begin
-        held = query[:, :, i : i + 1].to(kind), keys[:, :, :seen], values[:, :, :seen]
-        found.append(ops.sliding_window_attention(*held, seen, *options))
-    return [*parts, tuple(torch.cat(x, dim=2) for x in zip(*found, strict=True))]
-
-
-def _error(sparse: Tensor, parts: list[tuple[Tensor, ...]], heads: int) -> Tensor:
-    """Return the mean |sparse - exact|^2 / |exact|^2 of each KV head, [B, Hkv] on the CPU."""
-    exact, lse = (x.to(parts[0][1].dtype) for x in parts[0])
-    for out, other in parts[1:]:
-        exact, lse = ops.merge_states(exact, lse, out.to(exact.dtype), other)
-    missed, whole = (x.square().sum(-1) for x in (sparse.to(exact.dtype) - exact, exact))
-    ratio = torch.where(whole > 0, missed / whole, 0)
-    return ratio.unflatten(1, (heads, -1)).mean(dim=(2, 3)).cpu()
 
 
 def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:
@@ -428,7 +390,7 @@ def sharded(
     all of them, or the prompt does not suit.
     """
     # Not every build of PyTorch has what this needs.
-    from h2o_prefill.distributed import ExactRows, Ranks, SequencePrefill, ShardPlan
+    from h2o_prefill.distributed import ExactRows, Ranks, SequencePrefill, ShardPlan, measured_rows
 
     config: PrefillConfig = handle.config
     length, ids = tokens.shape[1], tokens if tokens.ndim == 2 else None
@@ -461,7 +423,7 @@ def sharded(
         for number in range(len(cache.layers))
         if config.of_layer(number).error_rows and number not in config.dense_layers
     ]
-    rows = [_measured(config, *bounds) for bounds in plan.bounds]
+    rows = [measured_rows(config, *bounds) for bounds in plan.bounds]
     exact = ExactRows(ranks, rows, layers_measured) if layers_measured else None
     begin, end = plan.bounds[ranks.number]
     own = lists_of_rows(lists, length, begin, end, config.recall_block)
@@ -482,16 +444,6 @@ def sharded(
         if exact is not None:
             exact.stop()
     cache._token_ids = None if ids is None else [ids]
-
-
-def _measured(config: PrefillConfig, begin: int, end: int) -> Tensor:
-    """Return the rows of a range in which errors are measured, counted from its first."""
-    found = []
-    for chunk in range(begin, end, config.chunk_size):
-        if chunk > 0:
-            rows = min(config.chunk_size, end - chunk)
-            found += [chunk - begin + row for row in config.native.measured_rows(chunk, rows)]
-    return torch.tensor(found, dtype=torch.int64)
 
 
 def gather_cache(cache: ChunkedPrefillCache, rank: int = 0) -> ChunkedPrefillCache | None:

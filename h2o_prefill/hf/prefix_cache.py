@@ -39,23 +39,8 @@ class _Piece:
     # or the whole layer, where it is of another kind.
     layers: list[Any] = field(default_factory=list)
     below: list[_Piece] = field(default_factory=list)
+    nbytes: int = 0  # of ids and layers
     used: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        storages: dict[int, int] = {}
-        whole = (vars(part) for part in self.layers if not isinstance(part, tuple))
-        left: list[Any] = [self.ids, self.layers, *whole]
-        while left:
-            value = left.pop()
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-            elif isinstance(value, (list, tuple)):
-                left += value
-            elif isinstance(value, (dict, PrefillState, Checkpoint)):
-                left += (value if isinstance(value, dict) else vars(value)).values()
-        return sum(storages.values())
 
     def path(self) -> list[_Piece]:
         """Return the pieces down to this one."""
@@ -84,8 +69,8 @@ class PrefixCache:
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, states and token ids; above it, what was used least recently is
-        removed.
+        Most bytes of keys, values, states and token ids; above it, the least recently used texts
+        are removed.
 
     Raises
     ------
@@ -222,6 +207,8 @@ class PrefixCache:
                 return piece
         made = _Piece(new, end, last, is_chunk)
         made.layers = [_part_of(layer, last.end, end, is_chunk) for layer in cache.layers]
+        whole = (vars(part) for part in made.layers if not isinstance(part, tuple))
+        made.nbytes = _bytes_of([made.ids, made.layers, *whole])
         last.below.append(made)
         self._nbytes += made.nbytes
         return made
@@ -267,6 +254,22 @@ def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:
     if layer.state is None:
         return rows, None
     return rows, layer.checkpoints[end] if is_chunk and layer.checkpoints else layer.state.clone()
+
+
+def _bytes_of(values: list[Any]) -> int:
+    """Return the bytes of the tensors in lists, dicts and states, shared ones once."""
+    storages: dict[int, int] = {}
+    left = [*values]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, (dict, PrefillState, Checkpoint)):
+            left += (value if isinstance(value, dict) else vars(value)).values()
+    return sum(storages.values())
 
 
 def _packed(layer: Any) -> Any:

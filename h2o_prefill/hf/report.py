@@ -33,7 +33,7 @@ class LayerReport:
 
     layer: int
     kind: str  # as in a config's `layer_types`
-    mode: str  # what long calls of it are
+    mode: str  # how its long calls attend
     reason: str  # why they are dense; empty if they are sparse
     # Calls since the model was enabled, and their query tokens, counted once a batch row.
     sparse_calls: int

@@ -20,8 +20,8 @@ PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
 
 STATIC = (
-    "static caches that were filled while the model was not enabled, and those of other classes "
-    "than StaticCache, are not supported"
+    "static caches that were filled while the model was not enabled, and other classes than "
+    "StaticCache, are not supported"
 )
 OWN_MASKS = "the model makes its own masks, so that attention is not known to be causal"
 NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
@@ -34,7 +34,7 @@ CONTINUES = (
 )
 
 
-# Where a rule holds: everywhere; outside of compiled graphs; in them, where what else decides is
+# Where a rule holds: everywhere; outside of compiled graphs; in them, whose other conditions are
 # settled before the forward.
 ANYWHERE, EAGER, GRAPH = "anywhere", "eager", "graph"
 

@@ -1,6 +1,6 @@
 """Budgets by KV head, and how they grow where errors are large.
 
-A head's L and H are those of the settings times a factor of its own, or of its layer. With
+Each head multiplies the L and H of the settings by a factor of its own, or of its layer. With
 `error_rows`, a few rows of each chunk also attend exactly to everything before them. The error of a
 head is
 

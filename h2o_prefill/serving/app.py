@@ -194,7 +194,7 @@ def _chat_ids(tokenizer: Any, body: ChatRequest) -> list[int]:
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True
         )
-    except Exception as error:  # there is no template, or it refuses: what it raises is its choice
+    except Exception as error:  # no template, or one that refuses, by any class of error
         raise ApiError(400, f"chat template: {error}", param="messages") from None
     return list(encoded["input_ids"])
 

@@ -1,4 +1,4 @@
-"""Tiny models of many classes: enabled equals stock, and what is dense is so for its reason."""
+"""Tiny models of many classes: enabled equals stock, and dense calls have their reasons."""
 
 import re
 

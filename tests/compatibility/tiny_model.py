@@ -70,7 +70,7 @@ def build_tiny(name: str, **changes: Any) -> TinyModel:
             return _with_arguments(model)
     except CannotBuild:
         raise
-    # Whatever a class raises on a config that it was not written for is what there is to say.
+    # Any error may come from a class on a config that it was not written for.
     except Exception as error:
         raise CannotBuild(_short(error)) from error
 

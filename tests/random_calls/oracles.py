@@ -67,7 +67,7 @@ def _recall_at_position(judge: Judge, after: Arguments, before: Arguments, resul
 def _linear_backward(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     wide = widened(before)
     results, expected = list(result), _differentiated(wide)
-    # That of the decay is a sum of differences, as exact as what it is made of.
+    # The gradient of the decay is a sum of differences, as exact as its terms.
     terms = sum(((wide[j].abs() + 1) * expected[j].abs()).sum().item() for j in (0, 1))
     for gradients in (results, expected):
         gradients[3] = gradients[3] / max(1.0, terms)

@@ -39,7 +39,7 @@ class ChangedState:
 class Step:
     """A call of a method, or of a class's constructor or static method."""
 
-    # The object, or the class; what a class returns is the object of that name from then on.
+    # The object, or the class; an object that a class returns has that name from then on.
     target: str
     # "new" is the constructor; `COPIES` replace the object by a copy.
     method: str

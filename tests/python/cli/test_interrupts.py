@@ -74,7 +74,8 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
         done = run(*arguments)
     assert done.exit_code == 130
     assert done.stderr.splitlines()[-1] == (
-        f"interrupted: finished cells are kept in '{out}', the same command goes on with the others"
+        f"interrupted: finished cells are kept in '{out}', "
+        "the same command continues with the others"
     )
     kept = pd.read_csv(out / "perplexity_ablation.csv").set_index("cell")
     assert run(*arguments).exit_code == 0

@@ -35,8 +35,8 @@ from h2o_prefill import (
     ops,
 )
 from h2o_prefill.distributed import CompactPast, MemoryRows, ShardPlan
+from h2o_prefill.distributed.exact_rows import attend_to_range
 from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
-from h2o_prefill.hf.parallel import attend_to_range
 
 WIDE = {"sink_tokens": 2, "wide": ((1, 4), (2, 1, 2))}
 MEASURED = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 4}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval import evaluate_perplexity, forward, perplexity, run_ablation
 from h2o_prefill.eval.ablation import build_grid, parse_values
-from h2o_prefill.eval.ablation_table import COLUMNS
+from h2o_prefill.eval.ablation_table import COLUMNS, add_row, read_rows
 from h2o_prefill.eval.plots import front, plot_ablation
 from h2o_prefill.generation import Corpus
 from h2o_prefill.presets import PRESETS
@@ -116,6 +118,21 @@ def test_dense_runs_once_and_finished_cells_never_again(ablate: Ablate, tiny: An
     for model in (tiny.make_model(seed=1), tiny.make_model(rope_parameters=rope)):
         ablate(model=model)
         assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
+
+
+def test_runs_into_one_folder_keep_each_others_rows(ablate: Ablate, tmp_path: Path) -> None:
+    def begin_another(done: int, total: int, what: str) -> None:
+        if done == 0:
+            ablate({"heavy_budget": [2, 3]})
+
+    ablate({"heavy_budget": [0, 4]}, on_progress=begin_another)
+    assert _csv(tmp_path / "out")["heavy_budget"].tolist() == [0, 2, 3, 4]
+
+    path = tmp_path / "other.csv"
+    rows = [{"cell": str(number)} for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add_row, rows, itertools.repeat(path)))
+    assert sorted(map(int, read_rows(path))) == list(range(24))
 
 
 def test_a_cell_that_fails_does_not_stop_the_others(

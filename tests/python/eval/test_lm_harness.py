@@ -1,4 +1,4 @@
-"""lm_eval with enabled models: what it asks is prefilled sparsely, and scored as by hand."""
+"""lm_eval with enabled models: prompts are prefilled sparsely, and scored as by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name, and what is said where there is none or a file of it is broken."""
+"""Models by name, and the errors for missing models and broken files."""
 
 import json
 import time

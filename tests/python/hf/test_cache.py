@@ -39,7 +39,7 @@ def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(ll
         llama(ids[:, 35:], past_key_values=cache)
         assert cache.layers[0].state.length == 80
         assert cache.layers[0].state.last_chunk_begin == 35 + 32
-        # The local window is that of the new call: its first chunk sees the decoded tokens.
+        # The local window belongs to the new call: its first chunk sees the decoded tokens.
         cache.crop(-(80 - 51))
         short = new_cache(llama)
         in_calls(llama, short, ids[:, :51], (32, 1, 1, 1, 16))

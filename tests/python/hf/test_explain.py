@@ -1,4 +1,4 @@
-"""`explain`: what each layer is, and what its calls were."""
+"""`explain`: the kind of each layer, and how its calls attended."""
 
 import pytest
 import torch

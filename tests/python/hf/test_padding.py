@@ -1,4 +1,4 @@
-"""Padded batches: every row is what it is alone, whatever lies beside and around it."""
+"""Padded batches: every row equals the row alone, whatever lies beside and around it."""
 
 import copy
 from contextlib import nullcontext
@@ -63,7 +63,7 @@ def make_batch(make_ids):
     """Return a function that makes a batch; its rows repeat themselves, so recall finds keys."""
 
     def make(side, lengths=LENGTHS):
-        # Of different periods, so that what is recalled in one row is wrong in another.
+        # Of different periods, so that the recalled keys of one row are wrong in another.
         rows = [
             make_ids(1, 11 + 3 * i, seed=20 + i).repeat(1, 7)[:, :n] for i, n in enumerate(lengths)
         ]
@@ -77,7 +77,7 @@ def assert_rows_close(batch, out, expected, tolerance=1e-5):
 
 
 def check_rows(model, batch, sparse_layers):
-    """Assert that each row is what it is alone; return the layers that were sparse and logits."""
+    """Assert that each row equals the row alone; return the layers that were sparse and logits."""
     expected = [model(row).logits[0] for row in batch.rows]
     alone = sorted(sparse_layers)
     sparse_layers.clear()

@@ -198,7 +198,7 @@ def in_chunks(model, cache, ids):
 
 
 def same_state(one, other):
-    """Return whether what later calls need of two caches is the same."""
+    """Return whether two caches hold the same for later calls."""
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         if not (mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)):
             return False

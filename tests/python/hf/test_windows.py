@@ -29,7 +29,7 @@ FULL = {"layer_types": ["full_attention"] * 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 
-# What sets the window, and what else it needs; what it is without one; layers with a window.
+# The field of the window, and others that it needs; fields without one; layers with a window.
 MODELS = {
     "mistral": ("sliding_window", {}, {"sliding_window": None}, 2),
     "phi3-window": ("sliding_window", {}, {"sliding_window": None}, 2),

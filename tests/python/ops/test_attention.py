@@ -153,7 +153,7 @@ def test_sinks_softcap_and_scale_in_a_window(device, dtype, sinks, softcap, wind
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_end_of_the_history_suffices_for_a_window(device, dtype):
-    """As a cache that keeps the window alone holds it; what lies before is never read."""
+    """As a cache that keeps the window alone holds it; earlier rows are never read."""
     q, k, v = make_qkv(Shape(1, 2, 1, 200, 16, 16), dtype, device, past=1300)
     kept = slice(1300 - 99, None)
     whole = ops.sliding_window_attention(q, k, v, 100)

@@ -84,7 +84,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def prompt():
     words = torch.randint(0, VOCABULARY, (20, 3), generator=torch.Generator().manual_seed(3))
-    # A copy: torch.compile guards the shape of what a view is of.
+    # A copy: torch.compile guards the shape of the tensor under a view.
     return words[torch.arange(100) * 7 % 20].reshape(1, -1)[:, : sum(CALLS)].clone()
 
 

@@ -107,7 +107,7 @@ def parse(output: str, arch: str) -> tuple[Kernel, ...]:
     for entry in re.split(r"(?=ptxas info\s*: Compiling entry function)", output)[1:]:
         name, memory, registers = (p.search(entry) for p in (_ENTRY, _MEMORY, _REGISTERS))
         if name is None or memory is None or registers is None:
-            raise ValueError(f"what ptxas says is not understood:\n{entry}")
+            raise ValueError(f"the output of ptxas is not understood:\n{entry}")
         kernels.append(Kernel(name[1], arch, int(registers[1]), *map(int, memory.groups())))
     return tuple(kernels)
 

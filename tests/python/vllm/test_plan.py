@@ -88,7 +88,7 @@ def whole(tokens, settings):
 
 
 def is_whole(outputs, expected, settings):
-    """Return whether outputs are those of one call: dense layers multiply other blocks there."""
+    """Return whether outputs equal one call's: dense layers multiply other blocks there."""
     dense = LAYERS if settings == "exact" else 1 if settings == "layers" else 0
     torch.testing.assert_close(outputs[:dense], expected[:dense])
     return outputs[dense:].equal(expected[dense:])
