@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pandas as pd
 import typer
 from common.benchmark import RESULTS, new_app
 from common.report import Row, read_report
@@ -221,8 +222,30 @@ def draw_scale(report: Row, path: Path) -> Path:
     return _save(figure, path, f"{finding}, {tokens:.0f} % by tokens", report)
 
 
+def draw_crossover(report: Row, path: Path) -> Path:
+    """Draw how fast the attention that min_prefill=auto chooses is, beside dense attention."""
+    frame = pd.DataFrame(report["results"])
+    frame["case"] = frame["preset"] + ", " + frame["model"] + ", " + frame["dtype"]
+    wide = frame.pivot(index="case", columns="length", values="speedup")
+    sparse = frame.pivot(index="case", columns="length", values="chosen") == "sparse"
+    figure, (axes,) = new_figure(9.6, 0.35 * len(wide) + 1.4)
+    axes.imshow(np.log2(wide), cmap="RdYlGn", vmin=-2, vmax=2, aspect="auto")
+    for (row, column), value in np.ndenumerate(wide.to_numpy()):
+        if not np.isnan(value):
+            weight = "bold" if sparse.iat[row, column] else "normal"
+            axes.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, weight=weight
+            )
+    axes.set_xticks(range(wide.shape[1]), [f"{x:,}" for x in wide.columns], fontsize=7)
+    axes.set_yticks(range(len(wide)), list(wide.index), fontsize=8)
+    axes.set_xlabel("prompt (tokens); bold: sparse attention was chosen")
+    finding = f"The attention chosen is at least {frame['speedup'].min():.2f}x as fast as dense"
+    return _save(figure, path, finding, report)
+
+
 PICTURES = {
     "throughput_comparison.png": (("prefill", "model"), draw_throughput),
+    "crossover.png": (("crossover",), draw_crossover),
     "memory_profile.png": (("allocations",), draw_memory),
     "linear.png": (("linear",), draw_linear),
     "peers.png": (("peers",), draw_peers),

@@ -3,7 +3,7 @@
 # Each part takes three minutes or less. Needs a CUDA build of PyTorch, and nvcc where the package
 # at hand has no CUDA kernels: they are built first.
 #
-#   benchmarks/run_gpu.sh [--part tests|times|depth] [folder]
+#   benchmarks/run_gpu.sh [--part tests|times|depth|crossover] [folder]
 #
 # Logs and JSON go to the folder, by default build/gpu. PYTHON names the interpreter that has
 # PyTorch. What fails or runs out of time does not keep the rest from running; the exit status says
@@ -12,7 +12,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python3)}"
-parts=(tests times depth)
+parts=(tests times depth crossover)
 if [ "${1:-}" = --part ]; then
   parts=("$2")
   shift 2
@@ -99,6 +99,14 @@ depth() {
     bench "memory_$path" 30 operators memory --seconds 1
     bench "model_$path" 60 models model --model llama3-8b-layers --preset recommended \
       --dtype bfloat16 --lengths 8192,32768 --seconds 8
+  done
+}
+
+# The GPU's row in csrc/common/device_costs.h, and what min_prefill=auto chooses.
+crossover() {
+  for path in "${paths[@]}"; do
+    local environment=($(on_path "$path"))
+    bench "crossover_$path" 90 layer crossover --dtype bfloat16,float16 --seconds 2
   done
 }
 
