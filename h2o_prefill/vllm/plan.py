@@ -230,12 +230,10 @@ class Planner:
             self._finish(request)
 
     def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
-        if prompt is None:
+        if prompt is None or not self.rules.takes(prompt.choice, len(prompt.tokens)):
             return None
         if past >= len(prompt.tokens):
             self._finish(prompt.request)
-            return None
-        if not self.rules.takes(prompt.choice, len(prompt.tokens)):
             return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse

@@ -47,10 +47,7 @@ def checkpoint_bytes() -> int:
 
 
 def choice_of(params: Any) -> Choice:
-    """Return the choice of an admitted request with these sampling parameters.
-
-    Requests of pooling models have none, and stay vLLM's.
-    """
+    """Return the choice of an admitted request by its sampling parameters: pooling has none."""
     extra = getattr(params, "extra_args", None) or {}
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 

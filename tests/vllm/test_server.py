@@ -82,7 +82,11 @@ def test_a_server_answers_sparsely_and_shows_it(server, tokens):
     assert found["checkpoint_bytes"] > 0
     ask(3, vllm_xargs={"h2o_prefill": "exact"})
     assert counters(address)["exact_tokens_total"] == LENGTH
-    for wrong, message in {"fast": "preset must be one", f"{SETTINGS},hevy=1": "hevy"}.items():
+    for wrong, message in {
+        "fast": "h2o_prefill: preset must be one",
+        f"{SETTINGS},hevy=1": "hevy",
+        f"{SETTINGS},wide=1.2x2": "wide must name layers < 3 and KV heads < 2",
+    }.items():
         with pytest.raises(openai.BadRequestError, match=message):
             ask(4, vllm_xargs={"h2o_prefill": wrong})
     assert ask(1) == first
