@@ -1,4 +1,4 @@
-"""Engines with other options: steps of another size, few pages, layers that stay vLLM's."""
+"""Engines with other options: steps, pages, states, settings, layers that stay vLLM's."""
 
 import functools
 import gc
@@ -112,7 +112,7 @@ def test_aborted_requests_leave_nothing(make_engine, folder, tokens):
     assert len(engine.planner) == 0 and 0 < checkpoints.nbytes <= checkpoints.max_bytes
     engine.forget()
     # The last request's prompt is left. vLLM's process itself grows, with and without the plugin.
-    assert sum(isinstance(x, Prompt | PromptState) for x in gc.get_objects()) <= 1
+    assert sum(type(x) in (Prompt, PromptState) for x in gc.get_objects()) <= 1
     for request, alone in zip(prompts, engine.ask(*prompts.values(), new=8), strict=True):
         assert answers[request] == alone.tokens
 
