@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 from pathlib import Path
@@ -20,7 +21,7 @@ app = new_app()
 
 # Of a request. "vllm" is the kernel of vLLM.
 VARIANTS = {"vllm": "dense", "exact": "exact", "recommended": "recommended", "h2o": "h2o"}
-CLIENTS = 8
+CLIENTS = (1, 8)
 QUESTION = 100  # tokens of a client's own
 
 
@@ -39,8 +40,8 @@ def engine(
     """Time prompts in one engine whose requests have their settings, in turns.
 
     Seconds of the CPU of the engine's process tell more than its time on a machine that others use.
-    Then eight clients ask about one document at once: seconds to the first token of the median and
-    of the last one, first while nothing is cached and then again with other questions.
+    Then one client and eight clients at once ask about one document: seconds to the first token of
+    the median and of the last one, first while nothing is cached and then with other questions.
     """
     corpus = read_corpus(text_file)
     if not folder.exists():
@@ -58,24 +59,25 @@ def engine(
         try:
             for length in plan.lengths:
                 _prefills(report, plan, worker, tokens[:length], threads)
-            for name, settings in VARIANTS.items():
-                longest = max(plan.lengths)
-                document, rest = tokens[: longest - QUESTION], tokens[longest:]
-                for question in ("first", "second"):
-                    begins = range(0, CLIENTS * QUESTION, QUESTION)
-                    prompts = [document + rest[i : i + QUESTION] for i in begins]
-                    rest = rest[CLIENTS * QUESTION :]
-                    seconds = worker.first_tokens(prompts, settings)
+            longest = max(plan.lengths)
+            document, rest = tokens[: longest - QUESTION], tokens[longest:]
+            for (name, settings), clients in itertools.product(VARIANTS.items(), CLIENTS):
+                worker.forget()
+                for number, question in enumerate(("first", "second")):
+                    begins = range(number, number + 2 * clients, 2)
+                    asked = [rest[i * QUESTION : (i + 1) * QUESTION] for i in begins]
+                    prompts = [document + x for x in asked]
+                    seconds, cpu = worker.first_tokens(prompts, settings)
                     report.add(
                         variant=name,
                         length=longest,
                         threads=threads,
                         question=question,
-                        clients=CLIENTS,
+                        clients=clients,
                         median_seconds=statistics.median(seconds),
                         last_seconds=max(seconds),
+                        cpu_seconds=cpu,
                     )
-                worker.forget()
         finally:
             worker.close()
 

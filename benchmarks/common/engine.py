@@ -39,10 +39,12 @@ class Engine:
         self._model.generate({"prompt_token_ids": prompt}, self._params(settings), use_tqdm=False)
         return time.perf_counter() - begin, time.process_time() - cpu
 
-    def first_tokens(self, prompts: Sequence[list[int]], settings: str) -> list[float]:
-        """Return the seconds to the first token of each prompt, all asked at once."""
-        engine = self._model.llm_engine
-        begin, seconds = time.perf_counter(), []
+    def first_tokens(
+        self, prompts: Sequence[list[int]], settings: str
+    ) -> tuple[list[float], float]:
+        """Return seconds to the first token of each prompt, all asked at once, and CPU seconds."""
+        engine, seconds = self._model.llm_engine, []
+        begin, cpu = time.perf_counter(), time.process_time()
         for prompt in prompts:
             self._asked += 1
             asked: Any = {"prompt_token_ids": prompt}
@@ -50,7 +52,7 @@ class Engine:
         while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
             seconds += [time.perf_counter() - begin] * len(finished)
-        return seconds
+        return seconds, time.process_time() - cpu
 
     def forget(self) -> None:
         """Empty the prefix cache."""

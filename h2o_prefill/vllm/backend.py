@@ -93,9 +93,8 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def _refused(self) -> str | None:
         """Return why a layer stays vLLM's, None if it does not."""
-        if self.attn_type != AttentionType.DECODER:
-            return "layers of encoders"
         reasons = {
+            "layers of encoders": self.attn_type != AttentionType.DECODER,
             "pages of 8 bits": self.is_fp8_kv_cache,
             "ALiBi": self.alibi_slopes is not None,
             "sliding windows": self.sliding_window != -1,

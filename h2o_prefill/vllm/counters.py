@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import bisect
+import itertools
 import mmap
 import os
 import shutil
@@ -20,46 +22,40 @@ _NAMES = {
     "lost_tokens": "Tokens that attended densely since the state of their prefix was gone",
     "state_hits": "Cached prefixes whose state was found",
     "state_misses": "Cached prefixes whose state was gone",
-    "estimated_kl": "Sum of the estimated KL(dense || sparse) of prompts, nats a token",
-    "estimated_prompts": "Prompts whose KL was estimated",
     "checkpoint_bytes": "Bytes of the states that are kept for prefixes",
 }
-_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+# A histogram over prompts: its sum, the upper bounds of its buckets, and their names.
+_KL, _BOUNDS = "estimated_kl", (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+_BUCKETS = [*map(str, _BOUNDS), "+Inf"]
+_NUMBERS = {name: number for number, name in enumerate([*_NAMES, _KL, *_BUCKETS])}
 
 
 class Counters:
     """Numbers by name; with a folder, in a file of it, which other processes see change."""
 
     def __init__(self, folder: str | None = None) -> None:
-        size = 8 * len(_NAMES)
-        if folder is None:
-            self._values = memoryview(bytearray(size)).cast("d")
-        else:
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.truncate(size)
-                self._values = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
+        with tempfile.NamedTemporaryFile(dir=folder, delete=folder is None) as file:
+            file.truncate(8 * len(_NUMBERS))
+            self._values = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 
     def __getitem__(self, name: str) -> float:
         return self._values[_NUMBERS[name]]
 
-    def add(self, name: str, amount: float) -> None:
-        self._values[_NUMBERS[name]] += amount
-
-    def set(self, name: str, value: float) -> None:
+    def __setitem__(self, name: str, value: float) -> None:
         self._values[_NUMBERS[name]] = value
+
+    def add_prompt(self, kl: float) -> None:
+        """Count a prompt with this estimated KL."""
+        self[_KL] += kl
+        self[_BUCKETS[bisect.bisect_left(_BOUNDS, kl)]] += 1
 
 
 def shared_folder() -> str:
     """Return the folder of this engine's counters: the first process makes and removes it."""
     if not os.environ.get(_FOLDER):
-        folder, maker = tempfile.mkdtemp(prefix="h2o_prefill-"), os.getpid()
-
-        def remove() -> None:
-            if os.getpid() == maker:  # Not in a forked process.
-                shutil.rmtree(folder, ignore_errors=True)
-
-        atexit.register(remove)
-        os.environ[_FOLDER] = folder
+        os.environ[_FOLDER] = folder = tempfile.mkdtemp(prefix="h2o_prefill-")
+        # Processes that multiprocessing forks leave without it.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return os.environ[_FOLDER]
 
 
@@ -83,8 +79,14 @@ class _Collector:
         self._folder = folder
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client import core
 
-        for name, value in read(self._folder).items():
-            kind = GaugeMetricFamily if name == "checkpoint_bytes" else CounterMetricFamily
-            yield kind(f"h2o_prefill_{name}", _NAMES[name], value=value)
+        values = read(self._folder)
+        for name, text in _NAMES.items():
+            gauge = name == "checkpoint_bytes"
+            kind = core.GaugeMetricFamily if gauge else core.CounterMetricFamily
+            yield kind(f"h2o_prefill_{name}", text, value=values[name])
+        text = "Estimated KL(dense || sparse) of prompts, nats a token"
+        counts = itertools.accumulate(values[bucket] for bucket in _BUCKETS)
+        told = {"buckets": [*zip(_BUCKETS, counts, strict=True)], "sum_value": values[_KL]}
+        yield core.HistogramMetricFamily(f"h2o_prefill_{_KL}", text, **told)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from h2o_prefill import ops
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig, format_value
@@ -100,6 +101,15 @@ class Rules:
             return total
         return max(past, total // self.chunk_size * self.chunk_size)
 
+    def end_of_hit(self, choice: Choice, past: int, length: int) -> int:
+        """Return how much of a cached prefix a prompt uses: all of it, unless a state is missing.
+
+        There are states at chunks. The rows of a prompt's last chunk need that at its begin.
+        """
+        size = self.chunk_size
+        anywhere = not choice.is_sparse or past // size == (length - 1) // size
+        return past if anywhere else past // size * size
+
     def cut(self, past: int, total: int, length: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces of a row: it is cut at chunks, and where a prompt of `length` ends."""
         while past < total:
@@ -121,8 +131,8 @@ class Prompt:
     _keys: list[bytes] = field(default_factory=list)
 
     def key(self, length: int, chunk_size: int) -> bytes:
-        """Return what stands for the first tokens, whole chunks of them, and their settings."""
-        while len(self._keys) * chunk_size < length:
+        """Return what stands for the whole chunks of the first tokens, and their settings."""
+        while (len(self._keys) + 1) * chunk_size <= length:
             begin = len(self._keys) * chunk_size
             end = begin + chunk_size
             before = self._keys[-1] if self._keys else (self.choice.text, self.owner)
@@ -134,7 +144,10 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """Tokens of a row, at most a chunk; without states they attend densely."""
+    """Tokens of a row, at most a chunk; without states they attend densely.
+
+    Keys and values between the state and the piece were found in the cache.
+    """
 
     begin: int
     end: int
@@ -148,9 +161,13 @@ class Piece:
         if before is None or after is None or layer in before.config.dense_layers:
             return ops.dense_attention(q, k, v, scale)
         config, state = before.config.of_layer(layer), before.at(layer)
+        # Rows do not depend on others: queries of the tokens that were found may be any.
+        found = self.begin - before.length
+        q = pad(q, (0, 0, found, 0))
         out, state = sparse_attention(q, k, v, state, config, self.recall, scale)
-        after.keep(layer, state)
-        return out
+        if after is not before:
+            after.keep(layer, state)
+        return out[:, :, found:]
 
 
 @dataclass
@@ -202,7 +219,7 @@ class Planner:
         so shorter pasts come first.
         """
         self.checkpoints.settle()
-        self.counters.set("checkpoint_bytes", self.checkpoints.nbytes)
+        self.counters["checkpoint_bytes"] = self.checkpoints.nbytes
         numbered = sorted(enumerate(batch), key=lambda one: one[1][1])
         rows = (self._row(index, *one) for index, one in numbered)
         return [row for row in rows if row is not None]
@@ -213,12 +230,10 @@ class Planner:
             self._finish(request)
 
     def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
-        if prompt is None:
+        if prompt is None or not self.rules.takes(prompt.choice, len(prompt.tokens)):
             return None
         if past >= len(prompt.tokens):
             self._finish(prompt.request)
-            return None
-        if not self.rules.takes(prompt.choice, len(prompt.tokens)):
             return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse
@@ -226,23 +241,25 @@ class Planner:
         for begin, end in self.rules.cut(past, total, len(prompt.tokens)):
             piece = Piece(begin, end)
             if state is not None and begin < len(prompt.tokens):
-                piece, state = self._sparse_piece(prompt, state, end)
+                piece, state = self._sparse_piece(prompt, state, begin, end)
             kind = "sparse" if piece.after else "lost" if lost else "exact"
-            self.counters.add(f"{kind}_tokens", end - begin)
+            self.counters[f"{kind}_tokens"] += end - begin
             pieces.append(piece)
         if prompt.choice.is_sparse:
             self._states[prompt.request] = state
         return Row(index, past, total, pieces)
 
     def _sparse_piece(
-        self, prompt: Prompt, state: PromptState, end: int
+        self, prompt: Prompt, state: PromptState, begin: int, end: int
     ) -> tuple[Piece, PromptState]:
-        """Return the piece from a state on, and the state after it."""
-        begin, config, size = state.length, state.config, self.rules.chunk_size
-        aligned, lists = state.aligned and begin % size == 0, NO_RECALL
+        """Return a piece that goes on from a state, and the last state that is complete."""
+        config, size, lists = state.config, self.rules.chunk_size, NO_RECALL
         if config.recall:
             text = self._token_text() if config.recall_characters else None
-            lists = recall_lists(torch.tensor([prompt.tokens[:end]]), begin, config, text)
+            lists = recall_lists(torch.tensor([prompt.tokens[:end]]), state.length, config, text)
+        if begin > state.length:
+            return Piece(begin, end, state, state, lists), state
+        aligned = state.aligned and begin % size == 0
         after = PromptState(config, end, aligned)
         if aligned and end % size == 0:
             self.checkpoints.put(prompt.key(end, size), after)
@@ -250,15 +267,19 @@ class Planner:
 
     def _state_at(self, prompt: Prompt, past: int) -> PromptState | None:
         """Return the state of a prompt before a row, None if it is gone."""
-        size = self.rules.chunk_size
-        if past == 0 and prompt.choice.config is not None:
-            return PromptState(prompt.choice.config)
+        size, config = self.rules.chunk_size, prompt.choice.config
+        assert config is not None
+        if past == 0:
+            return PromptState(config)
         if prompt.request in self._states:
             held = self._states[prompt.request]
             if held is None or held.length == past:
                 return held
-        found = self.checkpoints.find(prompt.key(past, size)) if past % size == 0 else None
-        self.counters.add("state_misses" if found is None else "state_hits", 1)
+        found = None
+        if self.rules.end_of_hit(prompt.choice, past, len(prompt.tokens)) == past:
+            key = prompt.key(past, size) if past >= size else None
+            found = self.checkpoints.find(key) if key else PromptState(config)
+        self.counters["state_misses" if found is None else "state_hits"] += 1
         return found
 
     def _finish(self, request: str) -> None:
@@ -266,5 +287,4 @@ class Planner:
         state = self._states.pop(request, None)
         if state is not None and state.layers and state.config.error_rows:
             errors = [layer.errors for layer in state.layers.values()]
-            self.counters.add("estimated_kl", float(estimated_kl(errors, state.config)))
-            self.counters.add("estimated_prompts", 1)
+            self.counters.add_prompt(float(estimated_kl(errors, state.config)))

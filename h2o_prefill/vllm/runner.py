@@ -47,10 +47,7 @@ def checkpoint_bytes() -> int:
 
 
 def choice_of(params: Any) -> Choice:
-    """Return the choice of an admitted request with these sampling parameters.
-
-    Requests of pooling models have none, and stay vLLM's.
-    """
+    """Return the choice of an admitted request by its sampling parameters: pooling has none."""
     extra = getattr(params, "extra_args", None) or {}
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 
@@ -63,6 +60,8 @@ def sizes_of(model_config: Any) -> tuple[int, int]:
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
     ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
+    if vllm_config.use_v2_model_runner:
+        return "model runner V2"
     if drafts is not None and drafts.method != "ngram":
         return "a draft model"  # whose layers have the numbers of others
     return f"{ranks} ranks" if ranks > 1 else None
@@ -97,26 +96,21 @@ class ChunkScheduler(Scheduler):
             num_new_tokens = super()._mamba_block_aligned_split(
                 request, num_new_tokens, local, external
             )
-        if not (self._cuts and self._is_ours(request)):
+        choice, length = choice_of(request.sampling_params), request.num_prompt_tokens
+        if not (self._cuts and rules().takes(choice, length)):
             return num_new_tokens
         past = request.num_computed_tokens + local + external
-        end = rules().end_of_step(past, past + num_new_tokens, request.num_prompt_tokens)
-        return end - past
+        return rules().end_of_step(past, past + num_new_tokens, length) - past
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         blocks, length, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         manager = self.kv_cache_manager
-        while excess := length % rules().chunk_size if self._is_ours(request) else 0:
+        choice = choice_of(request.sampling_params)
+        while (end := rules().end_of_hit(choice, length, request.num_prompt_tokens)) < length:
             # Groups with windows may have a shorter hit elsewhere, so vLLM looks again.
-            hit, length, _ = manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, length - excess
-            )
+            hit, length, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, end)
             blocks = manager.create_kv_cache_blocks(hit)
         return blocks, length, boundary, diverged
-
-    def _is_ours(self, request: Any) -> bool:
-        choice = choice_of(request.sampling_params)
-        return rules().takes(choice, request.num_prompt_tokens)
 
 
 class Steps:

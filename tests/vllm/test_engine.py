@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from engines import CHUNK, SETTINGS
+from engines import CHUNK, OPTIONS, SETTINGS
 from transformers import AutoTokenizer, LlamaForCausalLM
-from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from h2o_prefill import enable
 
-LENGTH = 7 * CHUNK + 45
+LENGTH, PAGE = 7 * CHUNK + 45, OPTIONS["block_size"]
 RECOMMENDED = f"recommended,chunk_size={CHUNK},local_window=16,heavy_budget=16"
 ASKED = {"dense": "dense", "exact": "exact", "h2o": None, "recommended": RECOMMENDED}
 
@@ -50,7 +48,7 @@ def test_settings_of_a_request_count_as_they_should(engine, tokens):
     ids = tokens(LENGTH, 1)
     expected = {
         "dense": {},
-        "exact": {"exact_tokens": LENGTH % CHUNK},  # the pages of a lossless prompt are shared
+        "exact": {"exact_tokens": LENGTH % PAGE},  # the pages of a lossless prompt are shared
         "h2o": {"sparse_tokens": LENGTH},
         "recommended": {"sparse_tokens": LENGTH},
     }
@@ -76,24 +74,40 @@ def test_a_batch_gives_what_its_requests_give_alone(engine, tokens):
 @pytest.mark.parametrize("settings", [None, RECOMMENDED, "exact"])
 def test_a_prefix_that_is_found_changes_nothing(engine, tokens, settings):
     shared = tokens(4 * CHUNK + 70, 20)
-    first, second = (shared + tokens(CHUNK + 11, seed) for seed in (21, 22))
+    first, later, inside = (shared + tokens(n, n) for n in (CHUNK + 11, CHUNK + 12, 40))
     engine.ask(first, settings=settings)
-    found, counted = engine.counted(second, settings=settings)
-    assert found.cached == 4 * CHUNK
-    if settings != "exact":
-        assert counted == {"state_hits": 1, "sparse_tokens": len(second) - 4 * CHUNK}
-    again = engine.ask(second, settings=settings)
-    assert again.cached == len(second) // CHUNK * CHUNK
+    # The rows of a prompt's last chunk need the state at its begin, all others that before them.
+    pages, chunks = 4 * CHUNK + 2 * PAGE, 4 * CHUNK
+    cases = [(later, pages if settings == "exact" else chunks), (inside, pages)]
+    cases.append((later, len(later) // PAGE * PAGE))
+    found = []
+    for ids, cached in cases:
+        answer, counted = engine.counted(ids, settings=settings)
+        found.append(answer)
+        assert answer.cached == cached
+        if settings != "exact":
+            assert counted == {"state_hits": 1, "sparse_tokens": len(ids) - cached}
+    for (ids, cached), answer in zip(cases, found, strict=True):
+        engine.forget()
+        alone = engine.ask(ids, settings=settings)
+        assert alone.cached == 0 and answer.tokens == alone.tokens
+        # vLLM's linear layers sum other numbers of rows otherwise.
+        close = 1e-4 if cached % CHUNK else 0
+        torch.testing.assert_close(answer.logprobs, alone.logprobs, atol=close, rtol=close)
+
+
+def test_the_next_turn_of_a_chat_goes_on_after_the_answer(engine, tokens):
+    ids = tokens(4 * CHUNK + 10, 30)
+    turn = ids + engine.ask(ids, new=60).tokens + tokens(9, 31)
+    answer, counted = engine.counted(turn)
+    assert answer.cached == 4 * CHUNK + 2 * PAGE
+    assert counted == {"state_hits": 1, "sparse_tokens": len(turn) - answer.cached}
     engine.forget()
-    alone = engine.ask(second, settings=settings)
-    assert alone.cached == 0
-    for other in (found, again):
-        assert other.tokens == alone.tokens and other.logprobs.equal(alone.logprobs)
 
 
 def test_pages_are_shared_by_equal_settings_and_salts_alone(engine, tokens):
     ids = tokens(LENGTH, 25)
-    whole = LENGTH // CHUNK * CHUNK
+    whole = LENGTH // PAGE * PAGE
     for settings, salt, cached in [
         ("exact", None, 0),
         (None, None, 0),
@@ -105,44 +119,3 @@ def test_pages_are_shared_by_equal_settings_and_salts_alone(engine, tokens):
     ]:
         assert engine.ask(ids, settings=settings, salt=salt).cached == cached
     engine.forget()
-
-
-def test_without_its_state_a_prefix_is_followed_densely(engine, tokens):
-    shared = tokens(4 * CHUNK, 40)
-    first, second = (shared + tokens(3 * CHUNK + 9, seed) for seed in (41, 42))
-    engine.ask(first)
-    kept = engine.planner.checkpoints.max_bytes
-    engine.planner.checkpoints.max_bytes = 0
-    lost, counted = engine.counted(second)
-    engine.planner.checkpoints.max_bytes = kept
-    assert lost.cached == 4 * CHUNK
-    assert counted == {"state_misses": 1, "lost_tokens": len(second) - 4 * CHUNK}
-    engine.forget()
-
-
-def test_settings_that_are_not_known_are_refused_at_once(engine, tokens):
-    ids = tokens(LENGTH, 50)
-    for wrong, message in {
-        "fast": "h2o_prefill: preset must be one of",
-        "h2o,chunk_size=64": "h2o_prefill: chunk_size must be 128, as of this engine, got 64",
-        f"{SETTINGS},wide=1.2x2": "h2o_prefill: wide must name layers < 3 and KV heads < 2",
-        3: "h2o_prefill: settings must be a text",
-    }.items():
-        with pytest.raises(VLLMValidationError, match=message):
-            engine.ask(ids, settings=wrong)
-    assert len(engine.ask(ids).tokens) == 4
-    engine.forget()
-
-
-def test_aborted_requests_leave_nothing(engine, tokens):
-    core, held = engine.llm.llm_engine, set()
-    for i in range(20):
-        asked = {"prompt_token_ids": tokens(LENGTH, 200 + i)}
-        core.add_request(str(i), asked, SamplingParams(max_tokens=50, detokenize=False))
-        core.step()
-        held.add(len(engine.planner))
-    assert max(held) > 0
-    core.abort_request([str(i) for i in range(20)])
-    engine.ask(tokens(10))
-    assert len(engine.planner) == 0
-    assert engine.planner.checkpoints.nbytes <= engine.planner.checkpoints.max_bytes

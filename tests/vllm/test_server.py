@@ -1,5 +1,6 @@
 """vLLM's server with the plugin, in processes of its own, asked by OpenAI's client."""
 
+import functools
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import time
 import urllib.request
 
 import openai
+import psutil
 import pytest
 from engines import CHUNK, OPTIONS, SETTINGS
 
@@ -19,7 +21,7 @@ VARIABLES = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "H2O_PREFILL_C
 
 
 @pytest.fixture(scope="module")
-def address(folder, tmp_path_factory):
+def server(folder, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,16 +32,17 @@ def address(folder, tmp_path_factory):
     home, url = tmp_path_factory.mktemp("server"), f"http://127.0.0.1:{port}"
     with (home / "log").open("w") as log:
         command = [*COMMAND, str(folder), *words, "--enforce-eager"]
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=VARIABLES, cwd=home)
+        variables = {**VARIABLES, "TMPDIR": str(home)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd=home)
     try:
         end = time.monotonic() + 300
         while not _answers(f"{url}/health"):
-            assert server.poll() is None and time.monotonic() < end, (home / "log").read_text()
+            assert process.poll() is None and time.monotonic() < end, (home / "log").read_text()
             time.sleep(1)
-        yield url
+        yield process, url, home
     finally:
-        server.terminate()
-        server.wait(60)
+        process.terminate()
+        process.wait(60)
 
 
 def _answers(url):
@@ -56,14 +59,19 @@ def counters(address):
     return {name: float(value) for name, value in found}
 
 
-def test_a_server_answers_sparsely_and_shows_it(address, tokens):
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+def client_of(address):
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0)
+    return functools.partial(client.completions.create, model="tiny", temperature=0)
+
+
+def test_a_server_answers_sparsely_and_shows_it(server, tokens):
+    address = server[1]
+    create = client_of(address)
 
     def ask(seed, **more):
         prompt = tokens(4 * CHUNK) + tokens(LENGTH - 4 * CHUNK, seed)
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "temperature": 0}
         extra = {"return_token_ids": True, **more}
-        return client.completions.create(**asked, extra_body=extra).choices[0].token_ids
+        return create(prompt=prompt, max_tokens=3, extra_body=extra).choices[0].token_ids
 
     first = ask(1)
     assert counters(address)["sparse_tokens_total"] == LENGTH
@@ -74,10 +82,36 @@ def test_a_server_answers_sparsely_and_shows_it(address, tokens):
     assert found["checkpoint_bytes"] > 0
     ask(3, vllm_xargs={"h2o_prefill": "exact"})
     assert counters(address)["exact_tokens_total"] == LENGTH
-    for wrong, message in {"fast": "preset must be one", f"{SETTINGS},hevy=1": "hevy"}.items():
+    for wrong, message in {
+        "fast": "h2o_prefill: preset must be one",
+        f"{SETTINGS},hevy=1": "hevy",
+        f"{SETTINGS},wide=1.2x2": "wide must name layers < 3 and KV heads < 2",
+    }.items():
         with pytest.raises(openai.BadRequestError, match=message):
             ask(4, vllm_xargs={"h2o_prefill": wrong})
     assert ask(1) == first
+    ask(5, vllm_xargs={"h2o_prefill": f"{SETTINGS},error_rows=8"})
+    ask(6)
+    found = counters(address)
+    assert found["estimated_kl_count"] == 1 and found["estimated_kl_sum"] > 0
+
+
+def test_a_worker_that_is_killed_ends_in_an_error(server, tokens):
+    process, address, home = server
+    create = client_of(address)
+    answer = create(prompt=tokens(LENGTH), max_tokens=1000, stream=True)
+    next(answer)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    (worker,) = [x for x in processes if "Worker" in "".join(x.cmdline())]
+    worker.kill()
+    with pytest.raises(openai.APIError):
+        list(answer)
+    process.wait(60)
+    with pytest.raises(openai.APIConnectionError):
+        create(prompt=tokens(LENGTH))
+    assert not list(home.glob("h2o_prefill-*"))
+    left = [x for x in processes if x.is_running()]
+    assert all(x.status() == psutil.STATUS_ZOMBIE for x in left)
 
 
 def test_an_engine_with_wrong_settings_does_not_start(folder, tmp_path):

@@ -136,17 +136,19 @@ def test_a_batch_gives_what_its_requests_give_alone():
 def test_prefixes_give_what_prompts_from_nothing_give(settings):
     drawn = random.Random(1)
     planner = make_planner(settings)
-    texts = [tokens_of(4 * CHUNK + 5)]
+    texts, inside = [tokens_of(4 * CHUNK + 5)], []
     run(planner, make_prompt(planner, texts[0], "first"), [len(texts[0])])
     for i in range(12):
         shared = drawn.choice(texts)
-        known = drawn.randrange(len(shared))
-        texts.append(shared[:known] + tokens_of(CHUNK + drawn.randrange(2 * CHUNK), seed=i + 1))
-        known -= known % CHUNK
+        known = drawn.randrange(CHUNK, len(shared))
+        texts.append(shared[:known] + tokens_of(1 + drawn.randrange(2 * CHUNK), seed=i + 1))
         prompt = make_prompt(planner, texts[-1], str(i))
+        known = planner.rules.end_of_hit(prompt.choice, known, len(texts[-1]))
         found = run(planner, prompt, [len(texts[-1])], past=known)
         assert is_whole(found, whole(texts[-1], settings)[0][:, known:], settings)
-    assert planner.counters["state_hits"] > 3 and planner.counters["state_misses"] == 0
+        inside.append(known % CHUNK > 0)
+    assert 3 < sum(inside) < 9
+    assert planner.counters["state_hits"] == 12 and planner.counters["state_misses"] == 0
 
 
 def test_a_prefix_is_found_in_the_step_that_computes_it():
@@ -281,9 +283,13 @@ def test_states_stay_below_a_number_of_bytes():
 
 def test_counters_are_summed_over_processes(tmp_path):
     one, other = Counters(str(tmp_path)), Counters(str(tmp_path))
-    one.add("sparse_tokens", 5)
-    other.add("sparse_tokens", 7)
-    other.set("checkpoint_bytes", 3)
-    other.set("checkpoint_bytes", 2)
+    one["sparse_tokens"] += 5
+    other["sparse_tokens"] += 7
+    other["checkpoint_bytes"] = 3
+    other["checkpoint_bytes"] = 2
+    for counters, kl in (one, 0.0001), (other, 0.002), (one, 1.5):
+        counters.add_prompt(kl)
     found = read(str(tmp_path))
     assert found["sparse_tokens"] == 12 and found["checkpoint_bytes"] == 2
+    assert found["estimated_kl"] == pytest.approx(1.5021)
+    assert {name: n for name, n in found.items() if n == 1} == {"0.0001": 1, "0.003": 1, "+Inf": 1}
