@@ -23,8 +23,8 @@ from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
 from h2o_prefill.vllm.state import Checkpoints, PromptState
 
-# Settings by which a request stays with the engine's own kernel.
-DENSE = "dense"
+# Settings by which a request stays with the engine's own kernel, and by which nothing is lost.
+DENSE, EXACT = "dense", "exact"
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,21 @@ def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
         return Choice(None)
     config = PrefillConfig.parse(settings)
     choice, size = Choice(config), config.chunk_size
-    if config.min_prefill is not None:
+    if isinstance(config.min_prefill, int):
         raise ValueError(f"min_prefill is not for engines, which cut prompts, got {settings!r}")
     if config.dense_tail:
         raise ValueError(f"dense_tail must be 0: prompts share beginnings, got {settings!r}")
     if choice.is_sparse and chunk_size not in (None, size):
         raise ValueError(f"chunk_size must be {chunk_size}, as of this engine, got {size}")
     return choice
+
+
+def is_too_short(choice: Choice, length: int, like: Tensor, layers: int, kv_heads: int) -> bool:
+    """Return whether dense attention is faster for a prompt, on the device of a tensor."""
+    config = choice.config
+    if config is None or not choice.is_sparse or not config.is_auto:
+        return False
+    return length < config.shortest_sparse_prompt(like, layers, kv_heads)
 
 
 def check_fits(choice: Choice, layers: int, kv_heads: int) -> None:

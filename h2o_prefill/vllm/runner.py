@@ -10,6 +10,7 @@ import os
 import weakref
 from typing import Any
 
+import torch
 from vllm.config import SchedulerConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -19,7 +20,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
 from h2o_prefill.vllm.counters import Counters, shared_folder
-from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Row, Rules, check_fits
+from h2o_prefill.vllm.plan import (
+    EXACT,
+    Choice,
+    Planner,
+    Prompt,
+    Row,
+    Rules,
+    check_fits,
+    is_too_short,
+)
 from h2o_prefill.vllm.state import Checkpoints
 
 # Below "vllm", whose handlers show it.
@@ -33,7 +43,7 @@ SETTINGS, SALT = "h2o_prefill", "h2o_prefill_salt"
 def rules() -> Rules:
     """Return the rules of this engine, from its environment."""
     try:
-        return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or "exact")
+        return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or EXACT)
     except ValueError as error:
         raise ValueError(f"H2O_PREFILL_SETTINGS: {error}") from None
 
@@ -190,14 +200,18 @@ def install() -> None:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
     ) -> Any:
         # Unknown settings are refused here. Sparse requests share pages with the same settings.
+        sizes = sizes_of(self.model_config)
         try:
             choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
-            check_fits(choice, *sizes_of(self.model_config))
+            check_fits(choice, *sizes)
         except ValueError as error:
             raise VLLMValidationError(f"h2o_prefill: {error}") from None
         request = process(self, request_id, prompt, params, *args, **more)
         if (own := request.sampling_params) is not None:
             own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
+            like = torch.empty(0, dtype=self.model_config.dtype)
+            if is_too_short(choice, len(request.prompt_token_ids or ()), like, *sizes):
+                choice, own.extra_args[SETTINGS] = rules().choice(EXACT), EXACT
             if choice.text:
                 request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"
         return request

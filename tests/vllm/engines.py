@@ -4,7 +4,7 @@ import os
 
 # Read by vLLM when it is imported. One process, so that tests see the plugin's state.
 CHUNK = 128
-SETTINGS = f"h2o,chunk_size={CHUNK},local_window=16,heavy_budget=16"
+SETTINGS = f"h2o,chunk_size={CHUNK},local_window=16,heavy_budget=16,min_prefill=none"
 os.environ |= {
     "H2O_PREFILL_SETTINGS": SETTINGS,
     "HF_HUB_OFFLINE": "1",

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from h2o_prefill import enable
 
 LENGTH, PAGE = 7 * CHUNK + 45, OPTIONS["block_size"]
-RECOMMENDED = f"recommended,chunk_size={CHUNK},local_window=16,heavy_budget=16"
+RECOMMENDED = f"recommended,chunk_size={CHUNK},local_window=16,heavy_budget=16,min_prefill=none"
 ASKED = {"dense": "dense", "exact": "exact", "h2o": None, "recommended": RECOMMENDED}
 
 

@@ -9,7 +9,15 @@ from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.functional import recall_lists
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters, read
-from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules, check_fits
+from h2o_prefill.vllm.plan import (
+    Choice,
+    Planner,
+    Prompt,
+    Rules,
+    check_fits,
+    choice_of,
+    is_too_short,
+)
 from h2o_prefill.vllm.state import Checkpoints
 
 CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
@@ -293,3 +301,16 @@ def test_counters_are_summed_over_processes(tmp_path):
     assert found["sparse_tokens"] == 12 and found["checkpoint_bytes"] == 2
     assert found["estimated_kl"] == pytest.approx(1.5021)
     assert {name: n for name, n in found.items() if n == 1} == {"0.0001": 1, "0.003": 1, "+Inf": 1}
+
+
+def test_prompts_for_which_dense_attention_is_faster():
+    like, open_settings = torch.empty(0), f"h2o,{SIZES}"
+    shortest = PrefillConfig.parse(open_settings).shortest_sparse_prompt(like, LAYERS, KV_HEADS)
+    for settings, length, short in (
+        (open_settings, shortest - 1, True),
+        (open_settings, shortest, False),
+        (f"{open_settings},min_prefill=none", shortest - 1, False),
+        ("exact", 1, False),
+        ("dense", 1, False),
+    ):
+        assert is_too_short(choice_of(settings), length, like, LAYERS, KV_HEADS) is short
