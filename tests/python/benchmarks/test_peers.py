@@ -12,10 +12,8 @@ import torch
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
-from h2o_prefill.eval.scores import perplexity
-from h2o_prefill.generation import load_model, load_text
-from h2o_prefill.generation.models import packaged_gguf
-from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.text import WIKITEXT2_VARIABLE
 
 Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
@@ -142,47 +140,3 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
         ("ours fast", "slow", 15.0),
     ]
     assert found[2]["our_delta_percent"] == 3 and found[2]["baseline_delta_percent"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["openvino", "llama.cpp", "flex"])
-def test_a_peer_scores_and_decodes_the_same_model(name: str, tmp_path: Path) -> None:
-    from common.modes import Programs
-
-    model, tokenizer = load_model("smollm2-135m", torch.bfloat16)
-    prompt = encode(tokenizer, load_text("pydoc").text)[:600].tolist()
-    gguf = packaged_gguf()
-    programs = Programs(tmp_path, str(gguf), "bfloat16", 1, 700)
-    makers = {
-        "openvino": lambda: programs.openvino(model, tokenizer, [16]),
-        "llama.cpp": lambda: programs.llama_cpp(gguf, [16]),
-        "flex": programs.flex,
-    }
-    try:
-        modes = programs.transformers() | dict(makers[name]())
-    except ImportError as error:
-        pytest.skip(str(error))
-    scores: dict[str, torch.Tensor] = {}
-    for variant, mode in modes.items():
-        worker = mode.start()
-        if mode.scores:
-            scores[variant] = torch.from_numpy(worker.nll([prompt], 0, 599)[0])
-            again = torch.from_numpy(worker.nll([prompt], 100, 200)[0])
-            torch.testing.assert_close(again, scores[variant][100:200], atol=1e-5, rtol=1e-5)
-        worker.prefill(prompt)
-        if mode.decodes:
-            worker.start(prompt, 2)
-            worker.decode()
-        worker.close()
-    dense = scores.pop(programs.dense)
-    for variant, nll in scores.items():
-        # Programs round differently. A shift by one token would show.
-        assert perplexity(scores.get(modes[variant].dense, dense)) == pytest.approx(
-            perplexity(dense), rel=0.02
-        )
-        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.97
-    if name == "openvino":
-        paged, xattention, tri_shape, _ = scores.values()
-        # Tri-shape drops nothing of a prompt so short.
-        torch.testing.assert_close(tri_shape, paged, atol=0.2, rtol=0.02)
-        assert not torch.equal(xattention, paged)

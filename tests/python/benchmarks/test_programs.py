@@ -241,28 +241,6 @@ def test_simulated_processes(run: Run, model_folder: str) -> None:
     assert layers_schedule(parts, near, 8, 2, [1.0, 2.0]) == pytest.approx(12.0 + 8 * 24.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
-    from common.attention import random_memory
-    from common.benchmark import SHAPES, Case
-    from common.native import attend_chunk
-
-    # Each library chooses its bfloat16 products by a timing of its own, and they round differently.
-    atol = 4e-3 if dtype == torch.bfloat16 else 1e-3
-    case = Case(SHAPES["smollm2"], dtype)
-    chunk, history = case.qkv(70), case.qkv(70, past=100)
-    indices = random_memory(3, 32, 100)
-    for found, expected in (
-        (attend_chunk(*chunk, colsum=True), ops.intra_chunk_attention(*chunk, 70)),
-        (attend_chunk(*history, True, indices), ops.memory_attention(*history, indices)),
-    ):
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=atol)
-    out, lse, sums = attend_chunk(*history, False, indices)
-    assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
-
-
 def test_the_reports_of_the_repository_are_read_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
