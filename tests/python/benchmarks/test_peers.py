@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.text import WIKITEXT2_VARIABLE
@@ -21,21 +20,19 @@ DENSE, SPARSE = "transformers bfloat16", "h2o_prefill h2o"
 
 
 @pytest.fixture
-def run_alone(
-    run: Callable[..., Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
+def run_alone(run, model_folder, tmp_path, monkeypatch):
     """Run the benchmark without peers, with a random model: its modes, its rows."""
     monkeypatch.delenv(WIKITEXT2_VARIABLE, raising=False)
     where = ("--model", model_folder, "--folder", tmp_path, "--preset", "h2o")
 
-    def run_peers(*words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def run_peers(*words):
         rows = run("peers", *where, "--peers", "", *words)[1]["results"]
         return {row["variant"]: row for row in rows if "variant" in row}, rows
 
     return run_peers
 
 
-def test_a_worker_answers_or_says_what_failed() -> None:
+def test_a_worker_answers_or_says_what_failed():
     from common.worker import Worker
 
     worker = Worker(Path(sys.executable), "collections:Counter", {"a": 1})
@@ -50,9 +47,7 @@ def test_a_worker_answers_or_says_what_failed() -> None:
         Worker(Path(sys.executable), "missing:Class", {})
 
 
-def test_losses_equal_evaluate_perplexity_and_all_is_timed(
-    run_alone: Run, model_folder: str, config: PrefillConfig
-) -> None:
+def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
     modes, rows = run_alone("--no-package", "--windows", "1:4")
     assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
@@ -76,9 +71,7 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
 
 
-def test_peers_that_are_missing_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_that_are_missing_are_left_out(tmp_path, monkeypatch):
     from common.modes import Programs
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -91,9 +84,7 @@ def test_peers_that_are_missing_are_left_out(
 
 # Files of before the names changed have the old ones.
 @pytest.mark.parametrize(("config", "results"), [("config", "results"), ("options", "rows")])
-def test_losses_of_another_text_or_model_are_refused(
-    tmp_path: Path, config: str, results: str
-) -> None:
+def test_losses_of_another_text_or_model_are_refused(tmp_path, config, results):
     from common.losses import read_losses
 
     facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
@@ -106,7 +97,7 @@ def test_losses_of_another_text_or_model_are_refused(
             read_losses([file], {**facts, name: "other"})
 
 
-def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
+def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
     from common.compare import Timings
     from common.losses import fastest_baselines
     from common.modes import OURS, Mode

@@ -3,13 +3,11 @@
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from op_testing import Shape, make_qkv, saved_and_loaded, settings_text
-from torch import Tensor, nn
+from torch import nn
 
 import h2o_prefill
 from h2o_prefill import ops
@@ -30,23 +28,23 @@ COPIES = pytest.mark.parametrize(
 )
 
 
-def random_qkv(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(tokens):
     return make_qkv(Shape(1, 4, 2, tokens, 8, 8), layout="contiguous")
 
 
-def span(qkv: tuple[Tensor, ...], begin: int, end: int) -> tuple[Tensor, ...]:
+def span(qkv, begin, end):
     return tuple(t[:, :, begin:end] for t in qkv)
 
 
-def make_attention(**settings: Any) -> Any:
+def make_attention(**settings):
     return classes.ChunkedSparseAttention(classes.PrefillConfig(**(SETTINGS | settings)))
 
 
-def make_state() -> tuple[Any, Any]:
+def make_state():
     return classes.ChunkedKVCache(LAYERS, 8, 128), classes.MemorySetTracker(LAYERS, 3, 4, 1)
 
 
-def run_op(qkv: tuple[Tensor, ...], recall: tuple = (None,) * 3, **fields: Any) -> tuple:
+def run_op(qkv, recall=(None,) * 3, **fields):
     settings = settings_text(**(SETTINGS | fields))
     return ops.chunked_sparse_attention(*qkv, None, None, *recall, 0, settings)
 
@@ -63,13 +61,13 @@ CHANGED |= SETTINGS | {"recall_block": 8, "dense_layers": [7, 8], "wide": [[1, 3
 CHANGED |= {"gqa_reduce": "max", "min_prefill": 9}
 
 
-def test_config_takes_every_field_by_name() -> None:
+def test_config_takes_every_field_by_name():
     config = classes.PrefillConfig(**CHANGED)
     assert {name: getattr(config, name) for name in DEFAULTS} == CHANGED
 
 
 @COPIES
-def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
+def test_config_copies_whole(duplicate):
     config = classes.PrefillConfig(**CHANGED)
     assert duplicate(config).to_fields() == config.to_fields()
     assert duplicate(classes.PrefillConfig()).min_prefill is None
@@ -78,7 +76,7 @@ def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
 
 
 @COPIES
-def test_cache_and_tracker_copies_go_on_alone(duplicate: Callable[[Any], Any]) -> None:
+def test_cache_and_tracker_copies_go_on_alone(duplicate):
     qkv = random_qkv(80)
     attention = make_attention()
     cache, tracker = make_state()
@@ -101,7 +99,7 @@ def test_cache_and_tracker_copies_go_on_alone(duplicate: Callable[[Any], Any]) -
     assert torch.equal(copied_cache.key(0), qkv[1])
 
 
-def test_state_tensors_load_with_weights_only() -> None:
+def test_state_tensors_load_with_weights_only():
     qkv = random_qkv(40)
     cache, tracker = make_state()
     make_attention().forward(0, *qkv, cache, tracker)
@@ -117,11 +115,11 @@ def test_state_tensors_load_with_weights_only() -> None:
 class Prefill(nn.Module):
     """Settings are an attribute; the state is made inside."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings):
         super().__init__()
         self.attention = make_attention(**settings)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def forward(self, q, k, v):
         config = self.attention.config()
         cache = torch.classes.h2o_prefill.ChunkedKVCache(1, 64, 1024)
         tracker = torch.classes.h2o_prefill.MemorySetTracker(
@@ -131,7 +129,7 @@ class Prefill(nn.Module):
         return out, tracker.scores(0), cache.length(0)
 
 
-def test_scripted_module_is_saved_with_the_classes() -> None:
+def test_scripted_module_is_saved_with_the_classes():
     loaded = saved_and_loaded(torch.jit.script(Prefill()), torch.jit)
     qkv = random_qkv(70)
     out, scores, *_ = run_op(qkv)

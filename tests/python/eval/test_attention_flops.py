@@ -1,13 +1,9 @@
 """The count of query-key products, beside one that goes through every row."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
@@ -21,7 +17,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = torch.cat([torch.randint(n, (1, LENGTH), generator=GENERATOR) for n in (12, 5)])
 
 
-def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], list[int]]:
+def _keys_of_rows(prompt, config):
     """Count, row by row, all keys that it sees, and those recalled."""
     recalled = [0] * LENGTH
     if config.recall:
@@ -52,9 +48,7 @@ def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], lis
 )
 @pytest.mark.filterwarnings("ignore:the memory set")
 @pytest.mark.parametrize("dense_layers", [(), (0, 2), (0, 0, 7)])
-def test_every_key_of_every_row_counts(
-    options: dict[str, Any], dense_layers: tuple[int, ...]
-) -> None:
+def test_every_key_of_every_row_counts(options, dense_layers):
     config = CONFIG.replace(**options, dense_layers=dense_layers)
     rows = [_keys_of_rows(prompt, config) for prompt in PROMPTS]
     sparse = sum(sum(keys) for keys, _ in rows)
@@ -71,7 +65,7 @@ def test_every_key_of_every_row_counts(
         assert found.recalled_keys is None
 
 
-def test_a_prompt_too_short_for_a_sparse_call_is_dense() -> None:
+def test_a_prompt_too_short_for_a_sparse_call_is_dense():
     config = CONFIG.replace(recall=2, recall_block=8, dense_tail=4)
     short = count_attention_flops(PROMPTS, config.replace(min_prefill=LENGTH + 1))
     assert (short.ratio, short.recalled_keys) == (1, 0)
@@ -82,14 +76,14 @@ def test_a_prompt_too_short_for_a_sparse_call_is_dense() -> None:
 @pytest.mark.parametrize(
     ("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)]
 )
-def test_dot_products_are_those_of_the_specification(tokens: int, sparse: int, dense: int) -> None:
+def test_dot_products_are_those_of_the_specification(tokens, sparse, dense):
     assert sparse_dot_products(tokens, PrefillConfig()) == sparse
     assert dense_dot_products(tokens) == dense
 
 
 @pytest.mark.parametrize("options", [{}, {"recall": 2, "recall_block": 8}, {"dense_tail": 20}])
 @pytest.mark.filterwarnings("ignore:the memory set")
-def test_wide_layers_count_with_their_own_sizes(options: dict[str, Any]) -> None:
+def test_wide_layers_count_with_their_own_sizes(options):
     config = CONFIG.replace(**options)
     wide = config.replace(
         local_window=3 * config.local_window, heavy_budget=3 * config.heavy_budget
@@ -100,7 +94,7 @@ def test_wide_layers_count_with_their_own_sizes(options: dict[str, Any]) -> None
     assert 1 / mixed.ratio == pytest.approx((2 / ratios[0] + 1 / ratios[1]) / 3)
 
 
-def test_factors_by_errors_and_their_rows_count() -> None:
+def test_factors_by_errors_and_their_rows_count():
     config = CONFIG.replace(local_window=2, heavy_budget=2, error_rows=3)
     chunks = range(CONFIG.chunk_size, LENGTH, CONFIG.chunk_size)
     rows = [min(CONFIG.chunk_size, LENGTH - begin) for begin in chunks]
@@ -114,7 +108,7 @@ def test_factors_by_errors_and_their_rows_count() -> None:
 
 
 @pytest.mark.parametrize("factor", [2, 50])
-def test_wide_heads_count_with_their_own_sets(factor: int) -> None:
+def test_wide_heads_count_with_their_own_sets(factor):
     # With the larger factor the set holds everything before a chunk, and no more.
     sizes = {"local_window": 4 * factor, "heavy_budget": 4 * factor}
     with warnings.catch_warnings():

@@ -1,14 +1,9 @@
 """The figures of memory sets and of errors by layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import measure_attention, plots
@@ -18,11 +13,11 @@ CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 PROMPT = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def _shown(axes: Any) -> Tensor:
+def _shown(axes):
     return torch.from_numpy(axes.images[0].get_array().filled(math.nan))
 
 
-def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
+def test_the_figures_show_the_arrays(tiny, tmp_path):
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
     for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
@@ -53,7 +48,7 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
         assert brightness.argmin() == worst
 
 
-def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> None:
+def test_the_figures_of_stability_and_attention(tiny, tmp_path):
     measures = measure_attention(tiny.make_uneven_model(), PROMPT, CONFIG)
     chunks, pairs, _ = plots.plot_stability(measures, tmp_path / "s.png", "tiny").axes
     torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
@@ -71,7 +66,7 @@ def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> No
     assert "layer 4 (10.0 %), in layer 5 (30.0 %)" in figure.get_suptitle()
 
 
-def test_long_prompts_are_averaged(tiny_model: Any, tmp_path: Path) -> None:
+def test_long_prompts_are_averaged(tiny_model, tmp_path):
     measures = dataclasses.replace(
         measure_attention(tiny_model, PROMPT, CONFIG),
         config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=4),

@@ -1,7 +1,5 @@
 """ChunkedPrefillCache: calls that go on, and every operation that a cache must survive."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

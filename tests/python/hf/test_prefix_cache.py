@@ -1,7 +1,5 @@
 """A prompt that begins as a stored one gives what it gives without the store."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
