@@ -33,9 +33,7 @@ WRONG = {
         ("--context", "64,"): "context must be numbers with commas between, got '64,'",
         ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
     },
-    "calibrate": {
-        ("--context", 16): "at least two chunks",
-    },
+    "calibrate": {("--context", 16): "at least two chunks"},
     "retrieve": {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",

@@ -8,12 +8,7 @@ from torch.nn import functional
 
 from h2o_prefill.eval import scores as scoring
 from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.windows import (
-    first_token,
-    parse_windows,
-    scored_rows,
-    select_windows,
-)
+from h2o_prefill.eval.windows import first_token, parse_windows, scored_rows, select_windows
 
 
 def test_scored_rows():

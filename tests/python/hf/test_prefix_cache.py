@@ -217,7 +217,7 @@ def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, settings):
         cache = kept(llama)
         in_chunks(llama, cache, ids)
         assert [cache.checkpoint_before(n) for n in (15, 16, 31, 50, 99, 100)] == [
-            *(0, 16, 16, 48, 96, 100),
+            *(0, 16, 16, 48, 96, 100)
         ]
         llama(ids[:, :1], past_key_values=cache)  # a decoded token
         assert cache.checkpoint_before(101) == 101 and cache.checkpoint_before(99) == 96

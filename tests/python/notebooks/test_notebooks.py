@@ -22,7 +22,8 @@ RUNS = {
         "not torch.equal(dense, sparse) and not handle.active and difference < 1e-4"
         " and model.config._attn_implementation == 'sdpa' and cache.get_seq_length() == CONTEXT"
         " and [x.split()[0] for x in answers] == ['In', 'The']"
-        " and step_difference < 1e-5 and list(cost.index) == [32, 64] and cost.to_numpy().min() > 0",
+        " and list(cost.index) == [32, 64] and cost.to_numpy().min() > 0"
+        " and step_difference < 1e-5",
         1,
         "attention_mask has holes",
         "attention_mask has holes",  # of the error that `strict` makes of it
@@ -58,8 +59,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x.startswith("quick") else pytest.mark.slow) for x in RUNS],
+    "name", [pytest.param(x, marks=() if x.startswith("quick") else pytest.mark.slow) for x in RUNS]
 )
 def test_a_notebook_runs(tiny, tmp_path, monkeypatch, name):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
