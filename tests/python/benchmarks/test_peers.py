@@ -3,9 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ import torch
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.text import WIKITEXT2_VARIABLE
-
-Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
 DENSE, SPARSE = "transformers bfloat16", "h2o_prefill h2o"
 

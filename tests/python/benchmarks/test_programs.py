@@ -3,16 +3,12 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import h2o_prefill
 from h2o_prefill import ops
-
-Run = Callable[..., tuple[Any, dict[str, Any]]]
 
 KERNEL = ["milliseconds", "gflops", "percent", "speedup"]
 # What every row of a benchmark has, and that is a time, a rate or a size above 0.

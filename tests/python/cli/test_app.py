@@ -4,8 +4,6 @@ import dataclasses
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ import h2o_prefill
 import h2o_prefill_cli
 from h2o_prefill.config import PrefillConfig
 
-Run = Callable[..., Any]
 COMMANDS = (
     *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
     *("generate", "export", "serve", "info"),

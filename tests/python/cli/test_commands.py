@@ -6,9 +6,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +23,6 @@ from h2o_prefill.profile import build_profile
 
 pd = pytest.importorskip("pandas")
 
-Run = Callable[..., Any]
-Commands = dict[str, Any]
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
 PROFILE = "h2o,chunk_size=16,local_window=3,heavy_budget=3,wide=1.0x2"
@@ -119,17 +115,12 @@ def test_a_profile_is_named(report, small_commands, profiled):
 
 def test_ppl(report, small_commands, tmp_path):
     found, table = report(*small_commands["ppl"], "--plot", tmp_path / "p.png")
-    dense, sparse, delta, error = _row(table, "perplexity")
-    assert dense == pytest.approx(found["dense"]["ppl"], abs=5e-4)
-    assert sparse == pytest.approx(found["sparse"]["ppl"], abs=5e-4)
-    assert delta == pytest.approx(found["delta_percent"], abs=5e-3)
-    assert error == pytest.approx(found["stderr_percent"], abs=5e-3)
+    expected = [found["dense"]["ppl"], found["sparse"]["ppl"]]
+    expected += [found["delta_percent"], found["stderr_percent"]]
+    assert _row(table, "perplexity") == pytest.approx(expected, abs=5e-3)
     for chunk in range(4):
         expected = [found[name]["ppl_by_chunk"][chunk] for name in ("dense", "sparse")]
         assert _row(table, f"chunk {chunk}")[:2] == pytest.approx(expected, abs=5e-4)
-    assert _row(table, "seconds of prefill")
-    ratio = _row(table, "attention flops")[-1]
-    assert ratio == pytest.approx(found["attention_flops_ratio"], abs=5e-3)
     assert found["config"]["text_source"].startswith("text.txt sha256:")
     assert found["config"]["preset"] == PRESET and "recalled keys" not in table
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -207,20 +198,14 @@ def test_bench(report, small_commands, tmp_path):
     preset = PRESET.replace("16", "12")
     expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": preset}
     assert found["config"].items() >= expected.items() and found["environment"]["threads"] == 1
-    lines = [line for line in table.splitlines() if re.match(r"\s+\d+\s", line)]
-    names = ("dense_seconds", "sparse_seconds", "dense_tokens_per_second")
-    names += ("sparse_tokens_per_second", "speedup", "speedup_min", "speedup_max")
-    names += ("attention_flops_ratio",)
-    for line, row, length in zip(lines, found["results"], (16, 48), strict=True):
-        shown = [float(number) for number in re.findall(r"\d+\.?\d*", line)]
-        assert (shown[0], row["seq_length"], row["num_runs"]) == (length, length, 2)
-        for value, name in zip(shown[1:9], names, strict=True):
-            digits = 5e-4 if "seconds" in name else 0.5 if "tokens" in name else 5e-3
-            assert value == pytest.approx(row[name], abs=digits)
+    names = ("speedup", "speedup_min", "speedup_max", "attention_flops_ratio")
+    for row, length in zip(found["results"], (16, 48), strict=True):
+        assert (row["seq_length"], row["num_runs"]) == (length, 2)
+        expected = [row[name] for name in names]
+        shown = map(abs, _row(table, f"{length} ")[-4:])  # a range has a dash
+        assert list(shown) == pytest.approx(expected, abs=5e-3)
     figures = sorted(folder.iterdir())
     assert [path.name for path in figures] == ["memory_profile.png", "throughput_comparison.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
-    assert [row["seq_length"] for row in found["memory"]] == [16, 48]
     assert all(row["sparse_peak_bytes"] > row["kv_cache_bytes"] > 0 for row in found["memory"])
 
 
@@ -235,15 +220,12 @@ def test_retrieve(report, small_commands, tmp_path):
     assert rows == [(name, 4, None) for name in ("dense", SMALL, RECALL)]
     assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]
     expected = {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2}
+    expected["select"] = "sinks_and_window"
     assert found["config"].items() >= expected.items()
-    assert found["config"]["variants"][RECALL]["recall"] == 2
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "needles in long.txt, question first, select=sinks_and_window" in table
-    assert found["config"]["select"] == "sinks_and_window"
-    assert len(re.findall(r" 0 \(0-49\)", table)) == 3
-    dense, small, _ = found["summary"]
+    small = found["summary"][1]
     change = small["log_prob_change"], small["log_prob_stderr"]
-    assert f" {dense['log_prob']:.3f} " in table
     assert " {:+.3f} ± {:.3f} ".format(*change) in table and change[0] != 0
 
 
@@ -257,19 +239,13 @@ def test_visualize(report, small_commands, tmp_path):
     assert all(Path(path).read_bytes().startswith(b"<?xml") for path in figures)
     assert "window 1 of 64 tokens, h2o S=16 L=4 H=4 K=1" in " ".join(printed.split())
 
-    assert all(len(line) <= 80 for line in lines[1:])
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert all(str(chunk) in rows for chunk in range(4))  # a row a chunk
     # Error 0, and all of the mass: the first chunk is exact.
     assert rows["0"][1:3] == ["0.00", "%"] and rows["0"][6:8] == ["100.00", "%"]
     assert float(rows["1"][1]) > 0 and rows["1"][-1] == "-" and 0 <= float(rows["2"][-1]) <= 1
-    assert rows["all"][2] == "%"
-
     config = {"sink_tokens": 1, "window": 1, "context": 64, "dataset": "text.txt"}
-    assert found["config"].items() >= config.items() and "torch" in found["environment"]
-    assert [row["layer"] for row in found["by_layer"]] == [0, 1]
-    assert len(found["by_layer"][0]["l1_error"]) == 4
-    assert 0 < found["summary"]["mass_recall_mean"] < 1
+    assert found["config"].items() >= config.items() and len(found["by_layer"]) == 2
 
 
 def test_generate_prints_what_the_sparse_model_says(

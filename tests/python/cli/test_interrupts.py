@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +15,6 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("transformers")
 
 from h2o_prefill.eval.forward import PromptForward  # noqa: E402
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Run = Callable[..., Any]
-Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
 JSON = ("compare", "ppl", "calibrate", "bench", "retrieve", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")

@@ -4,8 +4,6 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -22,8 +20,6 @@ pd = pytest.importorskip("pandas")
 CONTEXT = 64
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
 AXES = {"heavy_budget": [0, 4], "recall": [0, 2]}
-
-Ablate = Callable[..., Any]
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def ablate(tiny, tiny_tokenizer, corpus, tmp_path, monkeypatch):
         model = changes.pop("model", None) or tiny.make_model()
         return run_ablation(model, axes, **{**options, **changes})
 
-    run.forwards = counted  # type: ignore[attr-defined]
+    run.forwards = counted
     return run
 
 
@@ -157,64 +153,34 @@ def test_a_table_of_an_older_version_is_kept_and_another_one_refused(ablate, tmp
         assert path.read_text() == text
 
 
-def test_the_figure_shows_every_cell(ablate, tmp_path):
+def test_figures_show_the_table(ablate, tmp_path):
+    """Points, of two texts their mean; a grid of both budgets is a heat map."""
     frame = ablate({"heavy_budget": [0, 4], "sink_tokens": [0, 2]}, contexts=[64, 32])
-    # Of two texts the mean, where both have the setting.
-    for rows, count in ((frame[frame["context"] == 32], 1), (frame, 2), (frame[1:], 2)):
-        figure = plot_ablation(rows, tmp_path / "p.png")
-        (axes,) = figure.axes
+    for rows in (frame[frame["context"] == 32], frame, frame[1:]):
+        (axes,) = plot_ablation(rows, tmp_path / "p.png").axes
         cells = rows.groupby(["heavy_budget", "sink_tokens"], sort=False)
         flops, loss = axes.containers[0].lines[0].get_data()
         expected = cells["attention_flops_ratio"].agg(lambda ratios: (100 / ratios).mean())
         assert list(flops) == pytest.approx(expected.tolist())
         assert list(loss) == pytest.approx(cells["delta_percent"].mean().tolist())
-        (bars,) = axes.containers[0].lines[2]
-        errors = cells["stderr_percent"].agg(lambda x: math.hypot(*x) / len(x))
-        spans = [segment[1, 1] - segment[0, 1] for segment in bars.get_segments()]
-        assert spans == pytest.approx((2 * errors).tolist())
-        names = "".join(text.get_text() for text in axes.texts) + axes.get_title(loc="left")
-        assert ("(1 of 2 texts)" in names) == (rows is not frame and count == 2)
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
     points = {"flops": [3.0, 1.0, 2.0, 2.0, 4.0], "loss": [8.0, 10.0, 9.0, 8.5, 8.0]}
     assert front(pd.DataFrame(points)).index.tolist() == [1, 3, 0]
 
-
-def test_a_grid_of_both_budgets_is_a_heat_map(ablate, tmp_path):
-    frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]})
-    (panel,) = plot_ablation(frame, tmp_path / "p.png").axes
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "8"]
-    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["2", "4"]
+    frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]}, contexts=[64])
+    named = frame.assign(preset=["h2o", *[None] * 5])
+    (panel,) = plot_ablation(named, tmp_path / "p.svg").axes
     for text in panel.texts:
         column, row = text.get_position()
         cell = (frame["local_window"] == (2, 4, 8)[column]) & (frame["heavy_budget"] == (2, 4)[row])
         (found,) = frame[cell].itertuples()
         assert panel.images[0].get_array()[row, column] == found.kl_mean
-        assert text.get_text().startswith(f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n")
-    assert len(panel.texts) == 6
-    # Presets are named in their cells, and a cell without loss has a colour.
-    named = frame.assign(preset=["h2o", *[None] * 5], kl_mean=[0.0] * 5 + [0.1])
-    (panel,) = plot_ablation(named, tmp_path / "p.svg").axes
-    assert [text.get_text().split()[0] for text in panel.texts].count("h2o") == 1
-    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
+        assert f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n" in text.get_text()
+    assert sum("h2o" in text.get_text() for text in panel.texts) == 1 and len(panel.texts) == 6
     # Without one of the cells, or with another setting that varies, the panel is of points.
     for rows in (frame[1:], frame.assign(sink_tokens=range(6))):
-        (panel,) = plot_ablation(rows, tmp_path / "p.png").axes
-        assert not panel.images
-
-
-def test_points_are_numbered_and_named_by_presets_or_changes(ablate, tmp_path):
-    frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
-    # The first is a preset, and beaten in both; the second is the best.
-    frame = frame.assign(preset=["h2o", None], delta_percent=[9, 8.0], attention_flops_ratio=[1, 2])
-    (axes,) = plot_ablation(frame, tmp_path / "p.pdf").axes
-    assert [text.get_text() for text in axes.texts] == ["1", "2"]
-    change = {"sum": "", "max": " gqa_reduce=max"}[frame["gqa_reduce"].iloc[1]]
-    assert axes.get_title(loc="left") == f"1: h2o\n2: h2o S=16 L=4 H=4{change}"
-    (axes,) = plot_ablation(frame[:1], tmp_path / "p.pdf").axes
-    assert axes.get_title(loc="left") == "1: h2o"
-    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
+        assert not plot_ablation(rows, tmp_path / "p.png").axes[0].images
 
 
 def test_a_grid_is_the_product_of_its_values():

@@ -10,7 +10,6 @@ from h2o_prefill.eval import benchmark_throughput, count_attention_flops, profil
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
 from h2o_prefill.eval.timing import peak_bytes
-from h2o_prefill.generation.prompts import random_ids
 
 pytest.importorskip("pandas")
 
@@ -73,11 +72,6 @@ def test_recalled_keys_are_those_of_the_prompts(tiny_model, small_config, monkey
     assert row["recalled_keys"] > 1
 
 
-def test_prompts_are_random(tiny_model):
-    (ids,) = random_ids(tiny_model, 64, torch.Generator().manual_seed(1))
-    assert ids.unique().numel() > 32 and int(ids.max()) < 257
-
-
 LENGTHS = [16, 48, 96]
 
 
@@ -121,34 +115,21 @@ def test_progress_and_the_model_as_it_was(tiny_model, small_config):
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
 
 
-def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame, tmp_path):
-    figure = plot_memory_profile(frame, tmp_path / "m.png", "a title")
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    (whole,) = figure.axes
+def test_figures_show_the_tables(frame, tiny_model, small_config, tmp_path):
+    (whole,) = plot_memory_profile(frame, tmp_path / "m.png", "a title").axes
     tops = {}
     for bar in whole.patches:
         middle = round(bar.get_x() + bar.get_width() / 2, 2)
         # Each part begins where the one below it ends.
         assert bar.get_y() == pytest.approx(tops.get(middle, 0))
         tops[middle] = bar.get_y() + bar.get_height()
-    heights = [tops[middle] for middle in sorted(tops)]
     peaks = frame[["dense_peak_bytes", "sparse_peak_bytes"]].to_numpy().flatten() / 1e6
-    assert heights == pytest.approx(peaks.tolist())
-    share = 100 * frame.state_bytes.iloc[-1] / frame.kv_cache_bytes.iloc[-1]
-    assert f"add {share:.1f} % to the KV cache of 96 tokens" in figure.get_suptitle()
-    assert [tick.get_text() for tick in whole.get_xticklabels()] == ["16", "48", "96"]
+    assert [tops[middle] for middle in sorted(tops)] == pytest.approx(peaks.tolist())
 
-
-def test_the_figure_of_throughput(tiny_model, small_config, tmp_path):
     frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
-    figure = plot_throughput(frame, tmp_path / "t.png", "a title")
-    rate, ratio = figure.axes
+    rate, ratio = plot_throughput(frame, tmp_path / "t.png", "a title").axes
     for line, name in zip(rate.lines, ("dense", "sparse"), strict=True):
         assert line.get_label() == name
         assert list(line.get_ydata()) == frame[f"{name}_tokens_per_second"].tolist()
     (errors,) = ratio.containers
     assert list(errors.lines[0].get_ydata()) == frame.speedup.tolist()
-    (bars,) = errors.lines[2]
-    ends = [end[1] for segment in bars.get_segments() for end in segment]
-    expected = frame[["speedup_min", "speedup_max"]].to_numpy().flatten().tolist()
-    assert ends == pytest.approx(expected)
