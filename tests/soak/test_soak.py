@@ -15,7 +15,7 @@ from soak.soak_run import KINDS, MIB, SoakRun
 from h2o_prefill import ops
 
 SEED = 7
-ITEMS = 6
+ITEMS = 20
 # Not every item of a kind looks at what is planted.
 SEARCHED_ITEMS = 60
 

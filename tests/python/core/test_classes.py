@@ -32,10 +32,6 @@ def random_qkv(tokens):
     return make_qkv(Shape(1, 4, 2, tokens, 8, 8), layout="contiguous")
 
 
-def span(qkv, begin, end):
-    return tuple(t[:, :, begin:end] for t in qkv)
-
-
 def make_attention(**settings):
     return classes.ChunkedSparseAttention(classes.PrefillConfig(**(SETTINGS | settings)))
 
@@ -73,30 +69,8 @@ def test_config_copies_whole(duplicate):
     assert duplicate(classes.PrefillConfig()).min_prefill is None
     copied = duplicate(classes.ChunkedSparseAttention(config)).config()
     assert copied.to_fields() == config.to_fields()
-
-
-@COPIES
-def test_cache_and_tracker_copies_go_on_alone(duplicate):
-    qkv = random_qkv(80)
-    attention = make_attention()
-    cache, tracker = make_state()
-    attention.forward(0, *span(qkv, 0, 40), cache, tracker)
-    copied_cache, copied_tracker = duplicate(cache), duplicate(tracker)
-    assert copied_cache.capacity(0) == cache.capacity(0)
-    assert copied_cache.max_capacity() == 128
-    assert copied_cache.length(1) == 0
-    assert not copied_tracker.has_scores(1)
-
-    expected = attention.forward(0, *span(qkv, 40, 80), cache, tracker)
-    assert copied_cache.length(0) == 40
-    assert copied_tracker.scores(0).shape[2] == 40
-    got = attention.forward(0, *span(qkv, 40, 80), copied_cache, copied_tracker)
-    assert torch.equal(got, expected)
-    assert torch.equal(copied_tracker.scores(0), tracker.scores(0))
-    assert torch.equal(copied_tracker.indices(0), tracker.indices(0))
-
-    cache.key(0).zero_()
-    assert torch.equal(copied_cache.key(0), qkv[1])
+    chunks = duplicate(classes.ChunkManager(5, 17, 8))
+    assert (chunks.past(), chunks.num_tokens(), chunks.chunk_size()) == (5, 17, 8)
 
 
 def test_state_tensors_load_with_weights_only():

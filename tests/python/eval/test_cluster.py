@@ -154,22 +154,6 @@ def _nap(held, shared, piece):
 
 
 @pytest.mark.slow
-def test_the_pieces_of_a_killed_worker_run_elsewhere(folder):
-    options = {"n_workers": 2, "threads_per_worker": 1}
-    with (
-        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
-        distributed.Client(local) as connection,
-    ):
-        held = clusters.LoadedModel(*load_model(folder))
-        workers = clusters.ModelCluster(connection, folder, threads=1)
-        results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
-        found = [next(results)[0]]
-        os.kill(local.workers[0].process.process.pid, signal.SIGKILL)
-        found += [key for key, result in results if result() == 1]
-    assert sorted(found) == list(range(20))
-
-
-@pytest.mark.slow
 def test_ctrl_c_keeps_the_cells_and_ends_the_workers(folder, corpus, tmp_path):
     (tmp_path / "tale").write_text(corpus.text)
     table = tmp_path / "there" / "perplexity_ablation.csv"

@@ -2,11 +2,7 @@
 
 import itertools
 import json
-import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from h2o_prefill.generation.prompt_files import answer_prompts, read_prompts
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[3]
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, error_rows=2)
 NEW = 6
 
@@ -211,27 +206,3 @@ def test_the_command_line_on_a_cluster(tiny, prompts, tmp_path, monkeypatch):
     done = testing.CliRunner().invoke(app, [*there, "--workers", "1"])
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
     assert "need Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_kill_loses_at_most_the_batch_in_flight(tiny, tmp_path):
-    folder = tiny.save_model(tmp_path / "model")
-    output = tmp_path / "o.jsonl"
-    with open(tmp_path / "p.jsonl", "w") as file:
-        for i in range(120):
-            file.write(json.dumps({"prompt": f"{i} {tiny.SENTENCE * (1 + i % 9)}"}) + "\n")
-    command = [sys.executable, "-m", "h2o_prefill_cli", "generate", "--model", str(folder)]
-    command += ["--input", str(tmp_path / "p.jsonl"), "--output", str(output), "--threads", "1"]
-    command += ["--preset", "h2o,chunk_size=16,local_window=4,heavy_budget=4"]
-    command += ["--max-new-tokens", "30", "--batch-tokens", "800"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (output.exists() and output.read_text().count("\n") > 20):
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-    kept = output.read_text().count("\n")
-    assert 20 < kept < 120
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert f"120 prompts, {kept} of them answered before" in done.stderr
-    assert [row["id"] for row in _read(output)] == list(range(1, 121))

@@ -269,23 +269,6 @@ def test_a_tree_of_prompts_shares_chunks(llama, make_ids, seed):
     assert reused > 100
 
 
-def test_the_same_document_with_another_question(llama, make_ids):
-    document, questions = make_ids(1, 120), make_ids(2, 12)
-    prompts = [torch.cat([document, q[None]], dim=1) for q in questions]
-    prefixes = PrefixCache(ROOM)
-    with enable(llama, CHUNKS):
-        cache, _ = prefixes.prefill(llama, prompts[0])
-        llama.generate(prompts[0], past_key_values=cache, **GREEDY)
-        prefixes.add(cache)
-        before = prefixes.nbytes
-        assert prefixes.prefill(llama, prompts[0])[1] == 128  # its last chunk is left
-        cache, reused = prefixes.prefill(llama, prompts[1])
-        assert reused == 112
-        llama.generate(prompts[1], past_key_values=cache, **GREEDY)
-        prefixes.add(cache)
-        assert prefixes.nbytes < 1.4 * before  # one document, two ends
-
-
 @pytest.mark.parametrize("settings", ["min_prefill=40", "min_prefill=64", "exact"])
 def test_answers_do_not_depend_on_what_is_stored(llama, make_ids, settings):
     """Also where calls take several chunks, or are dense."""
