@@ -38,6 +38,8 @@ SAMPLE = [
     ("DeepseekV4ForCausalLM", {"sliding_window": 512}, "0 / 3", "to compressed keys"),
     ("KimiLinearForCausalLM", {}, "1 / 1", ""),
     ("BertLMHeadModel", {}, "0 / 2", "attention is not causal"),
+    ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "0 / 2", "is not causal"),
+    ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "0 / 2", "is not causal"),
     ("BartForConditionalGeneration", {}, "0 / 6", "encoder-decoder"),
     ("T5Gemma2ForConditionalGeneration", {}, "0 / 2", "encoder-decoder"),
     ("MambaForCausalLM", {}, "", "no attention layers"),

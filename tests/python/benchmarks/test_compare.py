@@ -73,13 +73,3 @@ def test_ratio_is_of_medians_and_its_spread_of_pairs(timer):
     # Pairs: 2, 1, 3.
     assert ratio.fields("x") == pytest.approx({"x": 4 / 3, "x_q1": 1.5, "x_q3": 2.5})
     assert ratio.fields("x", 100)["x_q1"] == 150
-
-
-def test_spread_and_nothing_to_compare(timer):
-    found = timer.spread([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
-    assert timer.spread([7.0]).median == timer.spread([7.0]).q1 == 7.0
-    with pytest.raises(ValueError, match="values must not be empty"):
-        timer.spread([])
-    with pytest.raises(ValueError, match="candidates must not be empty"):
-        timer.compare({}, 1.0)

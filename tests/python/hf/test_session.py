@@ -448,7 +448,7 @@ def with_value(value, *where):
 
 
 FIRST, LAST, ENDLESS = (0, 0, 0), (0, 0, -1), torch.zeros(0, 1 << 40)
-NO_END = [lambda x: ENDLESS, lambda x: torch.zeros(1 << 20, dtype=torch.int64)]
+NO_END = [lambda x: ENDLESS]
 HEADS = [lambda x: x[:, :1], lambda x: x[0], lambda x: torch.cat([x, x])]
 LAYER = [*HEADS, lambda x: x[..., 1:]]
 TENSORS = {
@@ -461,10 +461,9 @@ TENSORS = {
     "layers.1.memory": [with_value(72, *LAST), with_value(-2, *LAST)],
     "layers.0.errors": [*LAYER, with_value(torch.inf, *FIRST), lambda x: x.double(), None],
     "layers.1.errors": [
-        *(with_value(x, 0, 1, 0) for x in (-1, 0.5, 7, 1e38, torch.nan)),
-        *(with_value(x, 0, 1, 1) for x in (-1e-6, torch.nan)),
-        *(with_value(x, 0, 1, 2) for x in (-1, 0.5, 1e9, torch.nan)),
-        *(with_value(x, 0, 1, 3) for x in (-1, 1e9)),
+        with_value(value, 0, 1, field)
+        for field, values in enumerate(((-1, 0.5, 7, 1e38), (-1e-6,), (-1, 0.5, 1e9), (-1, 1e9)))
+        for value in (*values, torch.nan)
     ],
     "layers.2.key": [lambda x: torch.zeros(1)],
     "": [lambda x: torch.zeros(1)],

@@ -116,19 +116,6 @@ def test_one_chunk_is_phase_one_bit_by_bit(device):
     assert torch.equal(out, alone[0]) and torch.equal(scores, alone[2]) and (memory == -1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("past", [0, 45])
-def test_recall(device, dtype, options, past):
-    q, k, v = make_qkv(Shape(2, 4, 2, 150, 16, 16), dtype, device, past=past)
-    recall = find_recalled(2, past, 150, device)
-    with_recall = check(q, k, v, recall=recall, recall_block=16, **options)
-    without = prefill(q, k, v, **options)
-    assert not torch.equal(with_recall[0], without[0])
-    # Recalled keys earn no score; only the order of additions may differ.
-    torch.testing.assert_close(with_recall[1], without[1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_more_threads_than_tasks_give_the_same_bits(device, reduce):
     """Tasks are cut by query heads, column sums by keys, also where keys are recalled."""

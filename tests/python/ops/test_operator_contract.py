@@ -115,11 +115,6 @@ ATTENTION = [n for n in samples() if n.endswith(("attention", "attention_"))]
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_opcheck_without_tokens(name):
-    torch.library.opcheck(getattr(OPS, name), samples(length=0)[name], test_utils=FAST)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_models_reshape_the_output_without_a_copy(name, dtype):
     result = getattr(OPS, name)(*samples(dtype)[name])

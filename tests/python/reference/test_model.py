@@ -67,15 +67,6 @@ def test_decode_attends_to_everything_and_leaves_scores_and_sets_alone(model):
         assert all(map(torch.equal, prompt.state[layer], before.state[layer]))
 
 
-@pytest.mark.filterwarnings("ignore:the memory set")
-def test_decoded_tokens_are_candidates_of_a_later_prefill(model):
-    config = CONFIG.replace(local_window=1, heavy_budget=S + 1)
-    _, prompt = run(model, random_ids(2 * S + 3), (S, config), (3, None), (S, config))
-    # Chunk 0 outranks what was never scored; one heavy slot is left, the last position is local.
-    expected = torch.tensor([*range(S), S, S + 2], dtype=torch.int32)
-    assert all((memory == expected).all() for _, memory, _ in prompt.state.values())
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_model_is_the_llama_of_transformers(tied):
     transformers = pytest.importorskip("transformers")
