@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from random_calls.draw import Draw
 
 CONFIG = "h2o,chunk_size=8,local_window=2,heavy_budget=3,recall=1,recall_block=4,error_rows=2"
 LAYERS, TOKENS, MODEL = 2, 21, "0123456789abcdef0123456789abcdef"
@@ -20,14 +19,14 @@ NAMES = ("layers.0.key", "layers.9.key", "token_ids", "", "\xff", "\u2028")
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4}
 
 
-def make_context(tokens: int, seed: int) -> Any:
+def make_context(tokens, seed):
     classes = torch.classes.h2o_prefill
     context = classes.PrefillContext(LAYERS, 256, classes.PrefillConfig.parse(CONFIG))
     go_on(context, tokens, seed)
     return context
 
 
-def go_on(context: Any, tokens: int, seed: int) -> list[torch.Tensor]:
+def go_on(context, tokens, seed):
     generator = torch.Generator().manual_seed(seed)
     context.begin(torch.randint(9, (1, tokens), generator=generator))
     found = []
@@ -52,8 +51,8 @@ class Damage(NamedTuple):
     more: int
 
 
-def draw_damage(draw: Draw, size: int) -> Damage:
-    values: dict[str, Any] = {
+def draw_damage(draw, size):
+    values = {
         "shape": lambda: [draw.choice(NUMBERS) for _ in range(draw.integer(0, 5))],
         **dict.fromkeys(("begin", "end"), lambda: draw.choice(NUMBERS)),
         **{"dtype": lambda: draw.choice(DTYPES), "name": lambda: draw.choice(NAMES)},
@@ -74,7 +73,7 @@ def draw_damage(draw: Draw, size: int) -> Damage:
     )
 
 
-def damaged(whole: bytes, damage: Damage) -> bytes:
+def damaged(whole, damage):
     (length,) = struct.unpack("<Q", whole[:8])
     text, rest = whole[8 : 8 + length], whole[8 + length :]
     if damage.entries:
@@ -90,7 +89,7 @@ def damaged(whole: bytes, damage: Damage) -> bytes:
     return bytes(content[: damage.keep]) + bytes(damage.more)
 
 
-def with_entries(header: dict[str, Any], rest: bytes, damage: Damage) -> tuple[bytes, bytes]:
+def with_entries(header, rest, damage):
     """Change entries of tensors in the header."""
     metadata, entries, end = header.pop("__metadata__"), list(header.items()), 0
     for index, what, value in damage.entries:
@@ -123,11 +122,11 @@ def with_entries(header: dict[str, Any], rest: bytes, damage: Damage) -> tuple[b
     return text + b" " * (-len(text) % 8), rest
 
 
-def as_json(value: Any) -> str:
+def as_json(value):
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def check_damage(item: tuple[bytes, Damage]) -> None:
+def check_damage(item):
     """The file is refused in one line and the prompt stays, or the prompt of the file goes on."""
     whole, damage = item
     content, context, before = damaged(whole, damage), make_context(13, 2), make_context(13, 2)

@@ -33,20 +33,20 @@ torch.testing.assert_close(h2o_prefill.ops.dense_attention(q, k, k), expected)
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Path:
+def wheel():
     found = sorted((ROOT / "dist").glob("h2o_prefill-*.whl"))
     assert len(found) == 1, f"make wheel leaves one wheel in dist, found {found}"
     return found[0]
 
 
 @pytest.fixture(scope="module")
-def contents(wheel: Path) -> dict[str, bytes]:
+def contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
 
 
 @pytest.fixture(scope="module")
-def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def venv(wheel, tmp_path_factory):
     """An environment in which PyTorch, whose files are linked, and the wheel are installed."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -61,7 +61,7 @@ def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(venv: Path, code: str, check: bool = True) -> str:
+def _run(venv, code, check=True):
     """Run Python without a compiler in PATH; return its output, with stderr."""
     done = subprocess.run(
         [venv / "bin" / "python", "-W", "ignore", "-c", code],
@@ -75,7 +75,7 @@ def _run(venv: Path, code: str, check: bool = True) -> str:
     return done.stdout
 
 
-def test_it_holds_the_package_and_nothing_else(contents: dict[str, bytes]) -> None:
+def test_it_holds_the_package_and_nothing_else(contents):
     names = {re.sub(r"^h2o_prefill-[^/]*\.dist-info/", "META/", name) for name in contents}
     sources = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("h2o_prefill/**/*.py")}
     profiles = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("h2o_prefill/profiles/*")}
@@ -100,15 +100,13 @@ def test_it_holds_the_package_and_nothing_else(contents: dict[str, bytes]) -> No
     }
 
 
-def test_it_names_no_path_of_the_machine_that_built_it(contents: dict[str, bytes]) -> None:
+def test_it_names_no_path_of_the_machine_that_built_it(contents):
     paths = [str(path).encode() + b"/" for path in (ROOT, TORCH, sys.prefix, tempfile.gettempdir())]
     found = [(name, path) for name, data in contents.items() for path in paths if path in data]
     assert not found
 
 
-def test_its_libraries_are_found_by_relative_paths(
-    contents: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_its_libraries_are_found_by_relative_paths(contents, tmp_path):
     """And PyTorch alone brings an OpenMP runtime, CUDA's and its own libraries."""
     for name, data in contents.items():
         if not name.endswith(".so"):
@@ -123,7 +121,7 @@ def test_its_libraries_are_found_by_relative_paths(
         assert not re.findall(r".*(?:gomp|iomp|omp5|cudart).*", needed.stdout)
 
 
-def test_it_requires_the_minor_version_of_pytorch(contents: dict[str, bytes], wheel: Path) -> None:
+def test_it_requires_the_minor_version_of_pytorch(contents, wheel):
     (text,) = (data for name, data in contents.items() if name.endswith("/METADATA"))
     metadata = email.message_from_bytes(text)
     torches = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("torch")]
@@ -133,7 +131,7 @@ def test_it_requires_the_minor_version_of_pytorch(contents: dict[str, bytes], wh
     assert "-manylinux_" in wheel.name
 
 
-def test_it_works_without_a_compiler(venv: Path) -> None:
+def test_it_works_without_a_compiler(venv):
     """With one OpenMP runtime in the process, and with or without CUDA kernels, as named."""
     code = """
 import importlib.metadata
@@ -147,7 +145,7 @@ assert version.startswith(h2o_prefill.__version__ + "+torch"), version
     assert str(venv) in _run(venv, ATTENTION + code)
 
 
-def test_another_pytorch_is_one_clear_error(venv: Path) -> None:
+def test_another_pytorch_is_one_clear_error(venv):
     code = "import torch; torch.__version__ = '2.99.0'; import h2o_prefill"
     error = _run(venv, code, check=False).strip().splitlines()[-1]
     assert re.search(
@@ -157,7 +155,7 @@ def test_another_pytorch_is_one_clear_error(venv: Path) -> None:
     )
 
 
-def test_cmake_builds_a_program_with_it(venv: Path, tmp_path: Path) -> None:
+def test_cmake_builds_a_program_with_it(venv, tmp_path):
     code = "import {0}; print({0}.cmake_prefix_path{1})"
     asked = [code.format("h2o_prefill", "()"), code.format("torch.utils", "")]
     prefixes = [_run(venv, each).strip() for each in asked]

@@ -33,8 +33,8 @@ class Floats:
     # One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is
     # NaN around it.
     layout: str = "contiguous"
-    # "normal", "zeros", "positive", "negative", "huge"; "inf" and "nan" are a few among normal
-    # numbers.
+    # "normal", "zeros", "positive", "negative", "huge"; "ties", few distinct numbers; "inf" and
+    # "nan" are a few among normal numbers.
     fill: str = "normal"
     seed: int = 0
 
@@ -44,6 +44,8 @@ class Floats:
             x = x * 0
         elif self.fill in ("positive", "negative"):
             x = x.abs() if self.fill == "positive" else -x.abs()
+        elif self.fill == "ties":
+            x = x.abs().round()
         elif self.fill == "huge":
             x = x * 1e4
         elif self.fill != "normal" and x.numel():

@@ -217,7 +217,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
 
 def _select_memory(p: Problem) -> Arguments:
     scored = p["S"] if p.draw.chance(0.5) else p.draw.integer(0, p["S"] + 5)
-    scores = p.resized(M=scored).tensor("aBGM", "positive")
+    scores = p.resized(M=scored).tensor("aBGM", p.draw.choice(["positive", "ties"]))
     return {"scores": scores, "memory": p.positions(p["P"], p.draw.integer(0, 40))}
 
 

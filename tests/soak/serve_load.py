@@ -1,25 +1,15 @@
-"""Clients of a server, some of them hostile: nothing lost, and its memory flat.
-
-python tests/soak/serve_load.py --minutes 30
-"""
+"""Clients of a server, some of them hostile: nothing is lost."""
 
 import json
 import random
 import re
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
-TESTS = Path(__file__).parents[1]
 # How often, of a client; and what comes back.
 KINDS = {"answer": 6, "stream": 4, "abort": 3, "leave": 2, "refused": 5}
 REFUSED: list[tuple[int, Any]] = [
@@ -102,43 +92,3 @@ def read_metrics(url: str) -> dict[str, float]:
     text = httpx.get(f"{url}/metrics").text
     found = re.findall(r"^h2o_prefill_(\S+) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
-
-
-def main(minutes: Annotated[float, typer.Option(min=0.05)] = 30) -> None:
-    """Ask a server of a tiny model, and watch the memory of its process."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "python" / "eval")]
-    import tiny_models
-    from soak.soak_run import Reading, complaints, resident_bytes
-
-    folder = tiny_models.save_model(Path(tempfile.mkdtemp()))
-    options = ("--model", str(folder), "--port", "0", "--threads", "1", "--prefix-cache", "4")
-    command = [sys.executable, "-m", "h2o_prefill_cli", "serve", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        address = re.search(r"http://\S+(?=/v1)", server.stderr.readline())
-        assert address is not None
-        load, readings, begin = Load(address[0], seed=0), [], time.monotonic()
-        said: list[str] = []  # later, which must not fill the pipe
-        threading.Thread(target=lambda: said.extend(server.stderr or ()), daemon=True).start()
-
-        def more(_: int) -> bool:
-            return time.monotonic() - begin < 60 * minutes
-
-        worker = threading.Thread(target=load.run, args=(10, more))
-        worker.start()
-        while more(0):
-            time.sleep(min(10, 60 * minutes / 40))
-            readings.append(Reading(time.monotonic() - begin, resident_bytes(server.pid)))
-        worker.join()
-        numbers = read_metrics(address[0])
-        server.terminate()
-    # Without the fifth that warms up.
-    problems = load.wrong[:10] + complaints(readings[len(readings) // 5 :]) + said[:-1]
-    problems += [f"exit code {server.returncode}"] if server.returncode else []
-    problems += [f"{name} is not 0" for name in ("running", "queued") if numbers[name]]
-    typer.echo("\n".join([*problems, f"{len(problems)} problems, {dict(load.done)}, {numbers}"]))
-    raise typer.Exit(int(bool(problems)))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -189,58 +189,6 @@ void test_nan_in_a_key() {
   }
 }
 
-// Packing ranges of whole panels writes the same bytes as packing all at once, each of them in one
-// range alone: ranges are packed by several threads.
-void check_ranges(const std::string& name, const ProblemSet& set, const Rows& rows, int64_t floats,
-                  void (*pack)(const PackArgs&)) {
-  const int64_t range = 2 * H2O_ISA::kCpuKernels.panel;
-  const Buffer nothing(floats);
-  const auto same = [](const Buffer& a, const Buffer& b, int64_t i) {
-    return std::memcmp(&a[i], &b[i], sizeof(float)) == 0;
-  };
-  Buffer whole(floats), merged(floats);
-  pack(pack_args(set, rows, whole.data()));
-  std::string wrong = whole.kept_within() ? "" : "written outside of the buffer";
-  for (int64_t begin = 0; begin < set.spec.count; begin += range) {
-    Buffer part(floats);
-    PackArgs args = pack_args(set, rows, part.data());
-    args.begin = begin;
-    args.end = std::min(begin + range, set.spec.count);
-    pack(args);
-    for (int64_t i = 0; i < floats; ++i) {
-      if (same(part, nothing, i)) continue;
-      if (!same(merged, nothing, i)) wrong = "written by two ranges";
-      merged.data()[i] = part[i];
-    }
-    if (!part.kept_within()) wrong = "written outside of the buffer";
-  }
-  for (int64_t i = 0; i < floats; ++i) {
-    if (!same(merged, whole, i)) wrong = "other bytes in float " + std::to_string(i);
-  }
-  check(name, wrong);
-}
-
-void test_packing_in_ranges() {
-  const CpuKernels& kernels = H2O_ISA::kCpuKernels;
-  for (const DType dtype : kDTypes) {
-    for (const int64_t count : {1, 64, 129, 200}) {
-      for (const bool gathered : {false, true}) {
-        ProblemSpec spec = usual("", dtype, {{count, {}, gathered}});
-        spec.head_dim = 77;
-        spec.value_dim = 41;
-        const Problem problem = make_problem(spec);
-        const ProblemSet& set = problem.sets[0];
-        const std::string name = "ranges, " + name_of(dtype) + ", keys " + std::to_string(count);
-        check_ranges(name + ": keys", set, set.keys,
-                     kernels.packed_key_floats(count, spec.head_dim, dtype), kernels.pack_keys);
-        check_ranges(name + ": values", set, set.values,
-                     kernels.packed_value_floats(count, spec.value_dim, dtype),
-                     kernels.pack_values);
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace testing
 }  // namespace h2o_prefill
@@ -264,7 +212,6 @@ int main() {
   test_softcaps();
   test_out_dtype();
   test_nan_in_a_key();
-  test_packing_in_ranges();
   if (failures) {
     std::printf("%d of %d checks failed\n", failures, checks);
     return 1;

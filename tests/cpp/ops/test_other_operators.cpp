@@ -36,17 +36,6 @@ TEST(ChunkwiseLinearAttention, ContinuesFromAState) {
   EXPECT_TRUE(close(end.state, last.state, 1e-4) && close(end.normalizer, last.normalizer, 1e-4));
 }
 
-TEST(LexicalRecall, WorkedExample) {
-  // "1 2 3" stands at 0..2, and again at 5..7 of the second chunk, which begins at 4.
-  const auto tokens = at::tensor(std::vector<int64_t>{1, 2, 3, 9, 8, 1, 2, 3}).view({1, 8});
-  const auto lists = lexical_recall(
-      tokens, 0, PrefillConfig::parse("h2o,chunk_size=4,recall_block=4").with("recall=1"));
-  EXPECT_TRUE(same(lists.offsets, at::tensor({0, 0, 4}, at::kInt)));
-  // Token 5 recalls 0 and 1, token 6 also 2, token 7 also 3.
-  EXPECT_TRUE(same(lists.positions, at::tensor({0, 1, 2, 3}, at::kInt)));
-  EXPECT_TRUE(same(lists.visible_from, at::tensor({5, 5, 6, 7}, at::kInt)));
-}
-
 TEST(AccumulateScores, RefusesWhatItCannotAddInPlace) {
   auto scores = at::ones({1, 2, 8});
   const auto memory = positions({1, 2}, 1, 2);

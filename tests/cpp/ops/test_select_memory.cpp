@@ -33,19 +33,5 @@ TEST(SelectMemory, EqualsTheSelectionInFloat64OverManyChunks) {
   }
 }
 
-TEST(SelectMemory, PositionsWithoutAScoreHaveScoreZero) {
-  const auto scores = at::tensor(std::vector<float>{0, 2, 0}).view({1, 1, 3});
-  EXPECT_TRUE(same(call(scores, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
-  const auto none = at::empty({1, 1, 0});
-  EXPECT_TRUE(same(call(none, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
-}
-
-TEST(SelectMemory, EmptyChunkKeepsTheMemory) {
-  const auto scores = at::tensor(std::vector<float>{5, 1, 4, 2}).view({1, 1, 4});
-  EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 4, {1, 2, 0}), positions({0, 2, 3})));
-  EXPECT_TRUE(
-      same(call(at::empty({1, 1, 0}), no_memory(), 0, 0, {1, 2, 0}), positions({-1, -1, -1})));
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

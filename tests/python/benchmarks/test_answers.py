@@ -1,9 +1,5 @@
 """Answers after dense and after sparse prefill: prompts, and what is compared."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 TEXT = "A quick brown fox did jump over it. " * 50
@@ -12,9 +8,7 @@ EXACT, SMALL = "h2o,local_window=256,heavy_budget=256", "h2o,local_window=4,heav
 
 @pytest.mark.filterwarnings("ignore:the memory set")
 @pytest.mark.parametrize("question", ["And?", ""])
-def test_rows_of_the_benchmark(
-    run: Callable[..., Any], tiny: Any, model: Any, model_folder: str, tmp_path: Path, question: str
-) -> None:
+def test_rows_of_the_benchmark(run, tiny, model, model_folder, tmp_path, question):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     words = ("--model", model_folder, "--text-file", text, "--prompts", 3, "--new-tokens", 6)

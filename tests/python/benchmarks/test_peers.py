@@ -3,41 +3,32 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
-from h2o_prefill.eval.scores import perplexity
-from h2o_prefill.generation import load_model, load_text
-from h2o_prefill.generation.models import packaged_gguf
-from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode
-
-Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.text import WIKITEXT2_VARIABLE
 
 DENSE, SPARSE = "transformers bfloat16", "h2o_prefill h2o"
 
 
 @pytest.fixture
-def run_alone(
-    run: Callable[..., Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
+def run_alone(run, model_folder, tmp_path, monkeypatch):
     """Run the benchmark without peers, with a random model: its modes, its rows."""
     monkeypatch.delenv(WIKITEXT2_VARIABLE, raising=False)
     where = ("--model", model_folder, "--folder", tmp_path, "--preset", "h2o")
 
-    def run_peers(*words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def run_peers(*words):
         rows = run("peers", *where, "--peers", "", *words)[1]["results"]
         return {row["variant"]: row for row in rows if "variant" in row}, rows
 
     return run_peers
 
 
-def test_a_worker_answers_or_says_what_failed() -> None:
+def test_a_worker_answers_or_says_what_failed():
     from common.worker import Worker
 
     worker = Worker(Path(sys.executable), "collections:Counter", {"a": 1})
@@ -52,9 +43,7 @@ def test_a_worker_answers_or_says_what_failed() -> None:
         Worker(Path(sys.executable), "missing:Class", {})
 
 
-def test_losses_equal_evaluate_perplexity_and_all_is_timed(
-    run_alone: Run, model_folder: str, config: PrefillConfig
-) -> None:
+def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
     modes, rows = run_alone("--no-package", "--windows", "1:4")
     assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
@@ -78,9 +67,7 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
 
 
-def test_peers_that_are_missing_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_that_are_missing_are_left_out(tmp_path, monkeypatch):
     from common.modes import Programs
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -93,9 +80,7 @@ def test_peers_that_are_missing_are_left_out(
 
 # Files of before the names changed have the old ones.
 @pytest.mark.parametrize(("config", "results"), [("config", "results"), ("options", "rows")])
-def test_losses_of_another_text_or_model_are_refused(
-    tmp_path: Path, config: str, results: str
-) -> None:
+def test_losses_of_another_text_or_model_are_refused(tmp_path, config, results):
     from common.losses import read_losses
 
     facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
@@ -108,7 +93,7 @@ def test_losses_of_another_text_or_model_are_refused(
             read_losses([file], {**facts, name: "other"})
 
 
-def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
+def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
     from common.compare import Timings
     from common.losses import fastest_baselines
     from common.modes import OURS, Mode
@@ -142,47 +127,3 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
         ("ours fast", "slow", 15.0),
     ]
     assert found[2]["our_delta_percent"] == 3 and found[2]["baseline_delta_percent"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["openvino", "llama.cpp", "flex"])
-def test_a_peer_scores_and_decodes_the_same_model(name: str, tmp_path: Path) -> None:
-    from common.modes import Programs
-
-    model, tokenizer = load_model("smollm2-135m", torch.bfloat16)
-    prompt = encode(tokenizer, load_text("pydoc").text)[:600].tolist()
-    gguf = packaged_gguf()
-    programs = Programs(tmp_path, str(gguf), "bfloat16", 1, 700)
-    makers = {
-        "openvino": lambda: programs.openvino(model, tokenizer, [16]),
-        "llama.cpp": lambda: programs.llama_cpp(gguf, [16]),
-        "flex": programs.flex,
-    }
-    try:
-        modes = programs.transformers() | dict(makers[name]())
-    except ImportError as error:
-        pytest.skip(str(error))
-    scores: dict[str, torch.Tensor] = {}
-    for variant, mode in modes.items():
-        worker = mode.start()
-        if mode.scores:
-            scores[variant] = torch.from_numpy(worker.nll([prompt], 0, 599)[0])
-            again = torch.from_numpy(worker.nll([prompt], 100, 200)[0])
-            torch.testing.assert_close(again, scores[variant][100:200], atol=1e-5, rtol=1e-5)
-        worker.prefill(prompt)
-        if mode.decodes:
-            worker.start(prompt, 2)
-            worker.decode()
-        worker.close()
-    dense = scores.pop(programs.dense)
-    for variant, nll in scores.items():
-        # Programs round differently. A shift by one token would show.
-        assert perplexity(scores.get(modes[variant].dense, dense)) == pytest.approx(
-            perplexity(dense), rel=0.02
-        )
-        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.97
-    if name == "openvino":
-        paged, xattention, tri_shape, _ = scores.values()
-        # Tri-shape drops nothing of a prompt so short.
-        torch.testing.assert_close(tri_shape, paged, atol=0.2, rtol=0.02)
-        assert not torch.equal(xattention, paged)

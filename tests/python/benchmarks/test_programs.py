@@ -3,18 +3,12 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import h2o_prefill
 from h2o_prefill import ops
-from h2o_prefill.config import PrefillConfig
-
-Run = Callable[..., tuple[Any, dict[str, Any]]]
 
 KERNEL = ["milliseconds", "gflops", "percent", "speedup"]
 # What every row of a benchmark has, and that is a time, a rate or a size above 0.
@@ -38,7 +32,7 @@ SLOW = ("operators colsum", "operators dense", "operators scores", "linear linea
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
 
 
-def _check_report(report: dict[str, Any], fields: list[str]) -> None:
+def _check_report(report, fields):
     assert report["quick"] is True
     assert report["environment"]["cpu"] and report["environment"]["torch"]
     assert report["results"]
@@ -50,7 +44,7 @@ def _check_report(report: dict[str, Any], fields: list[str]) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS]
 )
-def test_operators(run: Run, name: str) -> None:
+def test_operators(run, name):
     done, report = run(name)
     _check_report(report, FIELDS[name])
     assert report["title"] in done.stdout
@@ -62,7 +56,7 @@ def test_operators(run: Run, name: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", [*ON_GPU, "layer prefill", "linear linear"])
-def test_operators_on_a_gpu(run: Run, name: str) -> None:
+def test_operators_on_a_gpu(run, name):
     _, report = run(name, "--device", "cuda")
     _check_report(report, [field for field in FIELDS[name] if field != "percent"])
     assert report["environment"]["gpu"]
@@ -72,7 +66,7 @@ def test_operators_on_a_gpu(run: Run, name: str) -> None:
         assert name in ("operators colsum", "linear linear") or row["sdpa_backend"] in backends
 
 
-def test_options_choose_rows(run: Run) -> None:
+def test_options_choose_rows(run):
     options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
     _, report = run("layer prefill", *options)
     _check_report(report, FIELDS["layer prefill"])
@@ -97,12 +91,10 @@ def test_options_choose_rows(run: Run) -> None:
         ("layer recall --json r.json --quick --dtype float32", 1, "error: a file is missing\n"),
     ],
 )
-def test_wrong_options_and_expected_errors(
-    monkeypatch: pytest.MonkeyPatch, words: str, code: int, message: str
-) -> None:
+def test_wrong_options_and_expected_errors(monkeypatch, words, code, message):
     from typer.testing import CliRunner
 
-    def missing(*arguments: object) -> None:
+    def missing(*arguments):
         raise FileNotFoundError("a file is missing")
 
     program, *command = words.split()
@@ -142,18 +134,16 @@ def test_wrong_options_and_expected_errors(
         ),
     ],
 )
-def test_models(
-    run: Run, model_folder: str, name: str, fields: list[str], variants: list[str]
-) -> None:
+def test_models(run, model_folder, name, fields, variants):
     _, report = run(f"models {name}", "--model", model_folder, "--dtype", "float32")
     _check_report(report, fields)
     assert [row["variant"] for row in report["results"]] == variants
 
 
-def test_the_variants_of_a_model_are_what_they_say(model: Any, config: PrefillConfig) -> None:
+def test_the_variants_of_a_model_are_what_they_say(model, config):
     from common.variants import decode_variants, padded_variants, prefill_variants
 
-    def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    def assert_close(found, expected):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +172,7 @@ def test_the_variants_of_a_model_are_what_they_say(model: Any, config: PrefillCo
         assert torch.equal(decode(), decode())
 
 
-def test_allocations(run: Run) -> None:
+def test_allocations(run):
     _, report = run("layer allocations", "--shape", "smollm2", "--dtype", "bfloat16")
     for row in (row for row in report["results"] if "length" in row):
         # A bf16 key and value a head, beside an fp32 score a position and 16 positions.
@@ -193,7 +183,7 @@ def test_allocations(run: Run) -> None:
     assert many["prompts"] == len(many["resident_bytes"]) == 10
 
 
-def test_baselines_give_what_the_operators_give() -> None:
+def test_baselines_give_what_the_operators_give():
     import linear
     from common.attention import random_memory
     from common.benchmark import SHAPES, Case
@@ -215,7 +205,7 @@ def test_baselines_give_what_the_operators_give() -> None:
     assert torch.equal(select_with_pytorch(*where), ops.select_memory(*where, 0))
 
 
-def test_simulated_processes(run: Run, model_folder: str) -> None:
+def test_simulated_processes(run, model_folder):
     from scale import Network, Parts, layers_schedule, tokens_schedule
 
     _, report = run("scale simulate", "--model", model_folder, "--dtype", "float32")
@@ -241,31 +231,7 @@ def test_simulated_processes(run: Run, model_folder: str) -> None:
     assert layers_schedule(parts, near, 8, 2, [1.0, 2.0]) == pytest.approx(12.0 + 8 * 24.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
-    from common.attention import random_memory
-    from common.benchmark import SHAPES, Case
-    from common.native import attend_chunk
-
-    # Each library chooses its bfloat16 products by a timing of its own, and they round differently.
-    atol = 4e-3 if dtype == torch.bfloat16 else 1e-3
-    case = Case(SHAPES["smollm2"], dtype)
-    chunk, history = case.qkv(70), case.qkv(70, past=100)
-    indices = random_memory(3, 32, 100)
-    for found, expected in (
-        (attend_chunk(*chunk, colsum=True), ops.intra_chunk_attention(*chunk, 70)),
-        (attend_chunk(*history, True, indices), ops.memory_attention(*history, indices)),
-    ):
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=atol)
-    out, lse, sums = attend_chunk(*history, False, indices)
-    assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
-
-
-def test_the_reports_of_the_repository_are_read_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch):
     import plot
     from common.benchmark import RESULTS
     from common.losses import PROTOCOL, read_losses
@@ -274,7 +240,7 @@ def test_the_reports_of_the_repository_are_read_and_drawn(
 
     facts = {**read_report(RESULTS / "peers.json")["config"], "protocol": PROTOCOL}
     assert read_losses([RESULTS / "peers_losses.json"], facts)
-    figures: dict[str, Any] = {}
+    figures = {}
     save = plot.save_figure
     monkeypatch.setattr(
         plot, "save_figure", lambda f, path, *texts: figures.update({path: save(f, path, *texts)})

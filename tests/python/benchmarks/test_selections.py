@@ -1,8 +1,5 @@
 """Rules of selection beside this library: exact where they keep everything, and causal or not."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ SEES_THE_FUTURE = ("snapkv-own=72", "quoka-own=16", "xattention=0.5")
 
 
 @pytest.fixture
-def run_variant(model: Any) -> Callable[..., Any]:
+def run_variant(model):
     from common.benchmark import make_plan
     from selections import run_of
 
@@ -28,13 +25,13 @@ def run_variant(model: Any) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def _logits(run: Any) -> tuple[torch.Tensor, float]:
+def _logits(run):
     logits, products = run(IDS)
     return logits.slice(0, LENGTH), products
 
 
 @pytest.mark.parametrize("variant", [*CAUSAL, *SEES_THE_FUTURE])
-def test_what_a_rule_sees_of_the_future(run_variant: Any, variant: str) -> None:
+def test_what_a_rule_sees_of_the_future(run_variant, variant):
     from selections import leak
 
     run = run_variant(variant)
@@ -45,7 +42,7 @@ def test_what_a_rule_sees_of_the_future(run_variant: Any, variant: str) -> None:
 
 
 @torch.no_grad()
-def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant: Any) -> None:
+def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant):
     config = PrefillConfig.parse(f"{SETTINGS},chunk_size=64,recall=2,recall_block=16,dense_tail=8")
     products = run_variant(config.to_string())(IDS)[1]
     dense = dense_dot_products(LENGTH) / LENGTH
@@ -54,7 +51,7 @@ def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant: 
     assert run_variant(SETTINGS)(IDS)[1] < run_variant(WIDENED)(IDS)[1]
 
 
-def test_rows_of_the_benchmark(run: Callable[..., Any]) -> None:
+def test_rows_of_the_benchmark(run):
     variants = ("h2o", "snapkv=16")
     _, report = run("selections", *(word for name in variants for word in ("--variant", name)))
     assert [row["variant"] for row in report["results"]] == list(variants)

@@ -1,9 +1,6 @@
 """Windows in which a passage comes again: their parts, and what each form keeps of the passage."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +11,13 @@ CONTEXT = 2048
 
 
 @pytest.fixture
-def kinds(import_path: None) -> Any:
+def kinds(import_path):
     from common import variations
 
     return variations.VARIATIONS
 
 
-def test_a_window_is_passage_other_text_and_changed_passage(tiny: Any, kinds: Any) -> None:
+def test_a_window_is_passage_other_text_and_changed_passage(tiny, kinds):
     from common.variations import build_window
 
     tokenizer = tiny.make_tokenizer()
@@ -41,7 +38,7 @@ def test_a_window_is_passage_other_text_and_changed_passage(tiny: Any, kinds: An
         build_window("capitals", tokenizer, TEXT[:1000], CONTEXT)
 
 
-def test_rows_of_the_benchmark(run: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
+def test_rows_of_the_benchmark(run, model_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     given = ("--model", model_folder, "--text-file", text, "--forms", "same,capitals")

@@ -1,13 +1,9 @@
 """The command line as a whole: help, version, and errors that are not the user's."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,14 +11,13 @@ import h2o_prefill
 import h2o_prefill_cli
 from h2o_prefill.config import PrefillConfig
 
-Run = Callable[..., Any]
 COMMANDS = (
     *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
     *("generate", "export", "serve", "info"),
 )
 
 
-def test_help_and_version(run: Run) -> None:
+def test_help_and_version(run):
     for arguments in ((), ("--help",)):
         done = run(*arguments)
         assert done.exit_code == 0
@@ -31,7 +26,7 @@ def test_help_and_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_and_option_has_help(run: Run, command: str) -> None:
+def test_every_command_and_option_has_help(run, command):
     typer = pytest.importorskip("typer")
     from h2o_prefill.cli.app import app
 
@@ -44,11 +39,11 @@ def test_every_command_and_option_has_help(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 200])
-def test_every_field_is_an_option_of_ablate(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_every_field_is_an_option_of_ablate(monkeypatch, columns):
     testing = pytest.importorskip("typer.testing")
     monkeypatch.setenv("COLUMNS", str(columns))
     # A new copy: the module asks for the width of the terminal when it is loaded.
-    spec: Any = importlib.util.find_spec("h2o_prefill.cli.app")
+    spec = importlib.util.find_spec("h2o_prefill.cli.app")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shown = testing.CliRunner().invoke(module.app, ["ablate", "--help"]).stdout
@@ -60,7 +55,7 @@ def test_every_field_is_an_option_of_ablate(monkeypatch: pytest.MonkeyPatch, col
     assert "shorter calls are dense. Default: --chunk-size." in words
 
 
-def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "h2o_prefill.cli.app", raising=False)
     handler = signal.getsignal(signal.SIGINT)
@@ -71,10 +66,8 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     assert said.value.code == expected
 
 
-def test_mistakes_of_ours_and_debug_show_the_traceback(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
+def test_mistakes_of_ours_and_debug_show_the_traceback(run, monkeypatch):
+    def broken(*_):
         raise TypeError("ours")
 
     monkeypatch.setattr("h2o_prefill.generation.load_text", broken)

@@ -1,7 +1,5 @@
 """Ctrl-C: one line on what is kept, at any time."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -9,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +16,9 @@ pytest.importorskip("transformers")
 
 from h2o_prefill.eval.forward import PromptForward  # noqa: E402
 
-Run = Callable[..., Any]
-
 
 @pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
+def usual_handler():
     """Python's handler of Ctrl-C, which a background job does not have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -34,10 +28,8 @@ def usual_handler() -> Iterator[None]:
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_command_that_keeps_nothing_says_so(
-    run: Run, small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
+def test_a_command_that_keeps_nothing_says_so(run, small_commands, monkeypatch):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("h2o_prefill.generation.load_model", interrupted)
@@ -48,20 +40,14 @@ def test_a_command_that_keeps_nothing_says_so(
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["raised", "lost"])
-def test_an_ablation_keeps_its_cells_and_goes_on(
-    run: Run,
-    small_commands: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    lost: bool,
-) -> None:
+def test_an_ablation_keeps_its_cells_and_goes_on(run, small_commands, monkeypatch, tmp_path, lost):
     out = tmp_path / "out"
     grid = ("--heavy-budget", "0,1,2,3", "--no-plot", "--output", out)
     arguments = (*small_commands["ablate"], *grid)
     attended = PromptForward.__call__
     calls = itertools.count()
 
-    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+    def interrupted(*arguments, **keywords):
         # Two windows densely and two for every cell: in the middle of the third cell.
         if next(calls) == 7:
             # As where a library clears the error of Python code that it called from C.
@@ -84,7 +70,7 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
     pd.testing.assert_frame_equal(whole.loc[kept.index], kept)
 
 
-def test_while_pytorch_is_imported() -> None:
+def test_while_pytorch_is_imported():
     process = subprocess.Popen(
         [sys.executable, "-m", "h2o_prefill_cli", "info"],
         stdout=subprocess.PIPE,

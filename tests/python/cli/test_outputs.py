@@ -3,20 +3,14 @@
 The fixture `run` checks every table on narrow terminals.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Run = Callable[..., Any]
-Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
 JSON = ("compare", "ppl", "calibrate", "bench", "retrieve", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")
@@ -39,16 +33,9 @@ PLOT = ("ppl", "calibrate", "retrieve")
     ],
 )
 def test_what_cannot_be_written_is_found_before_the_work(
-    run: Run,
-    refused: Refused,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    option: str,
-    path: str,
-) -> None:
-    def work(*_: Any, **__: Any) -> None:
+    run, refused, small_commands, tmp_path, monkeypatch, command, option, path
+):
+    def work(*_, **__):
         raise AssertionError("the work has begun")
 
     loaders = ("load_model", "load_text", "models.load_model")
@@ -60,9 +47,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
 
 
 @pytest.mark.parametrize("command", JSON)
-def test_json_on_stdout_is_nothing_but_json(
-    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
-) -> None:
+def test_json_on_stdout_is_nothing_but_json(run, small_commands, tmp_path, command):
     output = ("--output", tmp_path / "out") if command in FOLDER else ()
     done = run(*small_commands[command], *output, "--json", "-")
     assert done.exit_code == 0, done.output
@@ -71,14 +56,14 @@ def test_json_on_stdout_is_nothing_but_json(
     assert not Path("-").exists()
 
 
-def test_a_full_disk_is_one_line(run: Run) -> None:
+def test_a_full_disk_is_one_line(run):
     done = run("info", "--json", "/dev/full")
     assert done.exit_code == 1
     assert done.stderr == "error: cannot write '/dev/full': No space left on device\n"
 
 
 @pytest.mark.parametrize("file", ["i.json", "-"])
-def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path: Path, file: str) -> None:
+def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path, file):
     # The command's stdout is a pipe that nobody reads.
     reader, writer = os.pipe()
     os.close(reader)
@@ -99,7 +84,7 @@ def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path: Path, file: 
         assert done.stderr == f"wrote {file}\n"
 
 
-def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, Any]) -> None:
+def test_letters_that_the_terminal_lacks_are_replaced(small_commands):
     testing = pytest.importorskip("typer.testing")
     from h2o_prefill.cli.app import app
 
@@ -108,9 +93,7 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, 
     assert " % ? " in done.stdout
 
 
-def test_without_a_terminal_a_row_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_a_row_is_a_line(monkeypatch, capsys):
     from h2o_prefill.cli.tables import new_table, print_result
 
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -1,7 +1,5 @@
 """`serve` as a program: signals, and packages that are missing. The server has tests of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,8 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -20,13 +16,13 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def url() -> str:
+def url():
     """Where a server can be, on a port that is free."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def _wait_for(url: str, found: str) -> None:
+def _wait_for(url, found):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
@@ -36,18 +32,15 @@ def _wait_for(url: str, found: str) -> None:
 
 
 def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
-    run: Callable[..., Any],
-    small_commands: dict[str, Any],
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run, small_commands, url, monkeypatch
+):
     pytest.importorskip("uvicorn")
     monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 60)
     monkeypatch.setattr("h2o_prefill.serving.server._Connection.most", 8)
     port = int(url.rpartition(":")[2])
     lines = []
 
-    def ask() -> None:
+    def ask():
         _wait_for(f"{url}/health", '{"status":"ok"}')
         address = ("127.0.0.1", port)
         with contextlib.ExitStack() as stack:
@@ -70,16 +63,11 @@ def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_signal_does_not_wait_for_a_long_layer(
-    run: Callable[..., Any],
-    small_commands: dict[str, Any],
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_does_not_wait_for_a_long_layer(run, small_commands, url, monkeypatch):
     pytest.importorskip("uvicorn")
     layer_ends, said = threading.Event(), []
 
-    def leave(code: int) -> None:
+    def leave(code):
         said.append(code)
         layer_ends.set()
 
@@ -89,12 +77,12 @@ def test_a_signal_does_not_wait_for_a_long_layer(
     )
     monkeypatch.setattr("os._exit", leave)
 
-    def ask() -> None:
+    def ask():
         _wait_for(f"{url}/health", "ok")
         found = httpx.post(f"{url}/v1/completions", json={"prompt": "Sphinx"}, timeout=60)
         said.append(found.status_code)
 
-    def end() -> None:
+    def end():
         _wait_for(f"{url}/metrics", "h2o_prefill_running 1\n")
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -107,9 +95,7 @@ def test_a_signal_does_not_wait_for_a_long_layer(
     assert said == [503, 0]
 
 
-def test_without_its_packages_it_says_what_to_install(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_packages_it_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "h2o_prefill.serving.server", raising=False)
     done = run("serve")

@@ -1,15 +1,9 @@
 """Wrong input of every command: one line that names it, exit code 2, and no file."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 # Options that several commands share are here once, with `ppl`.
-WRONG: dict[str, dict[tuple[object, ...], str]] = {
+WRONG = {
     "perplexity": {(): "perplexity"},
     "ppl": {
         ("--model", "./nowhere"): r"model: no such file or folder: './nowhere'",
@@ -39,9 +33,7 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--context", "64,"): "context must be numbers with commas between, got '64,'",
         ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
     },
-    "calibrate": {
-        ("--context", 16): "at least two chunks",
-    },
+    "calibrate": {("--context", 16): "at least two chunks"},
     "retrieve": {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",
@@ -91,15 +83,8 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
     [(command, *case) for command, cases in WRONG.items() for case in cases.items()],
 )
 def test_wrong_input_is_one_line(
-    run: Callable[..., Any],
-    refused: Callable[[Any, str], None],
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    arguments: tuple[object, ...],
-    message: str,
-) -> None:
+    run, refused, small_commands, tmp_path, monkeypatch, command, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
     refused(run(*small_commands.get(command, (command,)), *arguments), message)

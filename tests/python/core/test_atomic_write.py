@@ -12,7 +12,7 @@ import pytest
 from h2o_prefill._atomic_write import replaced_file
 
 
-def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path):
     target = tmp_path / "figure.png"
     target.write_text("old")
     target.chmod(0o600)
@@ -30,9 +30,7 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_symbolic_link_stays_one_and_a_new_file_has_the_mode_that_open_gives(
-    tmp_path: Path,
-) -> None:
+def test_a_symbolic_link_stays_one_and_a_new_file_has_the_mode_that_open_gives(tmp_path):
     target, link, opened = tmp_path / "folder" / "file", tmp_path / "link", tmp_path / "opened"
     target.parent.mkdir()
     link.symlink_to(target)
@@ -43,10 +41,10 @@ def test_a_symbolic_link_stays_one_and_a_new_file_has_the_mode_that_open_gives(
     assert target.stat().st_mode == opened.stat().st_mode
 
 
-def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_written_directly(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    read: list[str] = []
+    read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
     with replaced_file(pipe) as path:
@@ -59,7 +57,7 @@ def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:
     ("target", "why", "number"),
     [("/dev/full", "No space left", errno.ENOSPC), ("/no/such/file", "No such file", errno.ENOENT)],
 )
-def test_an_error_names_the_target(target: str, why: str, number: int) -> None:
+def test_an_error_names_the_target(target, why, number):
     message = f"cannot write '{target}': {why}"
     with pytest.raises(OSError, match=message) as caught, replaced_file(target) as path:
         path.write_text("new")
@@ -69,7 +67,7 @@ def test_an_error_names_the_target(target: str, why: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["file.json", "n" * 250])
-def test_what_killed_processes_leave_is_removed_and_nothing_else(tmp_path: Path, name: str) -> None:
+def test_what_killed_processes_leave_is_removed_and_nothing_else(tmp_path, name):
     target, bystander = tmp_path / name, tmp_path / f".{name[:200]}.notes.part"
     bystander.touch()
     program = (

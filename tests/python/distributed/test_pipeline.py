@@ -3,7 +3,6 @@
 import contextlib
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,21 +26,21 @@ from transformers import DynamicCache, StaticCache
 from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.distributed import PipelinePrefill
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "recommended": RECOMMENDED,
     "everything": {**EVERYTHING, "wide": ((3, 1, 2),)},
     "h2o": H2O,
     "exact": {"config": "exact", "chunk_size": 16},
 }
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 LAYERS = 5
 
 
-def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
+def answers(rank, folder, count):
     """Return logits and tokens of prompts, and the text of errors."""
     model = load(folder, pp_size=count) if count > 1 else load(folder)
     one = {"chunks_per_call": 1} if count == 1 else {}
-    found: dict[str, Any] = {}
+    found = {}
     ids, more = random_ids(1, 200), random_ids(1, 40, seed=4)
     for name, settings in SETTINGS.items():
         output = chunked_prefill(model, ids, **one, **settings)
@@ -71,7 +70,7 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
     return {"found": found, "layers": layers, "cached layers": here}
 
 
-def refusals(rank: int, folder: Path, count: int) -> Any:
+def refusals(rank, folder, count):
     model, ids, sparse = load(folder, pp_size=count), random_ids(1, 64), RECOMMENDED
     used = DynamicCache(config=model.config)
     model(ids, cache=used)
@@ -79,7 +78,7 @@ def refusals(rank: int, folder: Path, count: int) -> Any:
     prefill = partial(chunked_prefill, model)
     group, other = torch.distributed.group.WORLD, {**sparse, "local_window": 4 + rank}
     mesh, ranks_own = init_device_mesh("cpu", (1, 2)), random_ids(1, 64, seed=rank)
-    calls: dict[str, Any] = {
+    calls = {
         "settings must be the same on every rank, got": lambda: prefill(ids, **other),
         "token ids must be the same on every rank, got": lambda: prefill(ranks_own, **sparse),
         "input_ids must be in": lambda: prefill(ids + 10**6, **sparse),
@@ -95,14 +94,14 @@ def refusals(rank: int, folder: Path, count: int) -> Any:
         for named, cache in (("DynamicCache with tokens", used), ("StaticCache", static)):
             error = error_of(lambda: model(ids, cache=cache))  # noqa: B023
             errors.append((f"would count positions from 0; got {named}", error))
-    bars: list[Any] = []
+    bars = []
 
     class Bar(contextlib.nullcontext[Any]):
-        def __init__(self, **options: Any) -> None:
+        def __init__(self, **options):
             super().__init__(self)
             bars.append([options["disable"], options["total"], 0])
 
-        def update(self, tokens: int) -> None:
+        def update(self, tokens):
             bars[-1][2] += tokens
 
     # The group is still in order.
@@ -116,20 +115,20 @@ def refusals(rank: int, folder: Path, count: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
+def folder(tmp_path_factory, tiny):
+    path = tmp_path_factory.mktemp("model")
     tiny.make_model(num_hidden_layers=LAYERS).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run(1, answers, folder, 1)[0]["found"]
+def expected(folder):
+    found = run(1, answers, folder, 1)[0]["found"]
     return found
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_stages_give_what_one_process_gives(folder: Path, expected: Any, count: int) -> None:
+def test_stages_give_what_one_process_gives(folder, expected, count):
     results = run(count, answers, folder, count)
     assert [layer for result in results for layer in result["layers"]] == list(range(LAYERS))
     for result in results:
@@ -139,7 +138,7 @@ def test_stages_give_what_one_process_gives(folder: Path, expected: Any, count: 
             assert torch.equal(result["found"][name], value), name
 
 
-def test_what_every_rank_refuses_and_shows(folder: Path) -> None:
+def test_what_every_rank_refuses_and_shows(folder):
     for rank, (errors, bars) in enumerate(run(2, refusals, folder, 2)):
         assert_refused(errors)
         whole = [x for x in errors if x[0].startswith(("a model", "group"))]
@@ -148,15 +147,15 @@ def test_what_every_rank_refuses_and_shows(folder: Path) -> None:
         assert bars == [[None if rank == 0 else True, 64, 64]]
 
 
-def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
+def interrupted(rank, folder, victim, name):
     """Prefill twice; the victim gets a signal in the third call of the second prompt."""
     model = load(folder, pp_size=3)
     cache = chunked_prefill(model, random_ids(1, 64), **RECOMMENDED).cache
     before = [(x.get_seq_length(), x.state and x.state.clone()) for x in cache.layers]
     if rank == victim:
-        calls: list[int] = []
+        calls = []
 
-        def strike_the_third(*_: Any) -> None:
+        def strike_the_third(*_):
             calls.append(1)
             if len(calls) == 3:
                 strike(name)
@@ -178,5 +177,5 @@ def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "error"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, name: str) -> None:
+def test_a_lost_rank_is_an_error_on_every_survivor(folder, victim, name):
     assert_survivors_raise(interrupted, folder, victim, name)

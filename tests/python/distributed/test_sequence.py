@@ -4,8 +4,6 @@ import copy
 import pickle
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,14 +32,14 @@ from h2o_prefill import (
     gather_cache,
     ops,
 )
-from h2o_prefill.distributed import CompactPast, MemoryRows, ShardPlan
+from h2o_prefill.distributed import CompactPast, ShardPlan
 from h2o_prefill.distributed.exact_rows import attend_to_range
 from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
 
 WIDE = {"sink_tokens": 2, "wide": ((1, 4), (2, 1, 2))}
 MEASURED = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 4}
 RECOMMENDED = {**RECOMMENDED, "error_rows": 0}
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "recommended": RECOMMENDED,
     "wide": {**RECOMMENDED, **WIDE},
     "no sets": {"config": "h2o", "chunk_size": 16, "local_window": 0, "heavy_budget": 0}
@@ -51,10 +49,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "near dense": {**RECOMMENDED, "dense_layers": (0,)},
     "near exact": {"config": "exact", "chunk_size": 16},
 }
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
-def prompt(batch: int, length: int, seed: int = 3) -> torch.Tensor:
+def prompt(batch, length, seed=3):
     ids = random_ids(batch, length, seed)
     ids[:, length // 2 :: 3] = ids[:, : len(ids[0, length // 2 :: 3])]
     ids[:, -40:-10] = ids[:, 5:35]  # for recall to find
@@ -63,7 +61,7 @@ def prompt(batch: int, length: int, seed: int = 3) -> torch.Tensor:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
+def test_a_range_attends_as_in_one_call(data):
     draw = data.draw
     size, chunks = draw(st.sampled_from([16, 32])), draw(st.integers(2, 7))
     tail = draw(st.sampled_from([0, 1, 7]))
@@ -86,13 +84,13 @@ def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
     k, v = (torch.randn(batch, heads, length, 32).to(dtype) for _ in range(2))
     ids = torch.randint(0, 30, (batch, length))
 
-    def lists(begin: int, end: int) -> Any:
+    def lists(begin, end):
         return recall_lists(ids[:, :end], begin, config) if config.recall else NO_RECALL
 
     expected, state = sparse_attention(q, k, v, None, config, lists(0, length))
     bounds = [(a * size, b * size) for a, b in zip(begins, [*begins[1:], chunks], strict=True)]
     bounds[-1] = bounds[-1][0], length
-    memory: MemoryRows | None = None
+    memory = None
     for begin, end in bounds:
         recall = lists(begin, end)
         named = torch.unique(recall[1]) if config.recall else torch.empty(0)
@@ -113,7 +111,7 @@ def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("begin", [0, 16])
-def test_exact_rows_of_a_range_have_sinks_once_and_softcap(begin: int) -> None:
+def test_exact_rows_of_a_range_have_sinks_once_and_softcap(begin):
     torch.manual_seed(begin)
     q, k, v = torch.randn(2, 4, 2, 32), torch.randn(2, 2, 48, 32), torch.randn(2, 2, 48, 8)
     rows, options = torch.tensor([begin + 3, begin + 11]), (0.3, torch.randn(4), 2.0)
@@ -127,7 +125,7 @@ def test_exact_rows_of_a_range_have_sinks_once_and_softcap(begin: int) -> None:
         torch.testing.assert_close(out[:, :, number : number + 1], expected)
 
 
-def test_ranges_are_whole_chunks() -> None:
+def test_ranges_are_whole_chunks():
     config = PrefillConfig(chunk_size=16)
     plan = ShardPlan.of(16 * 7 + 5, 3, config, NO_RECALL)
     assert plan.bounds == [(0, 32), (32, 64), (64, 117)]
@@ -136,12 +134,12 @@ def test_ranges_are_whole_chunks() -> None:
         ShardPlan.of(16 * 3 + 15, 4, config, NO_RECALL)
 
 
-def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
+def answers(rank, folder, count):
     """Return logits and tokens of prompts, and the bytes that were sent and planned."""
     model = load(folder)
-    found: dict[str, Any] = {}
+    found = {}
     sent = {}
-    group: dict[str, Any] = {"process_group": torch.distributed.group.WORLD} if count > 1 else {}
+    group = {"process_group": torch.distributed.group.WORLD} if count > 1 else {}
     ids = prompt(2, 205)
     for name, chosen in SETTINGS.items():
         with enable(model, **chosen, **group) as handle:
@@ -186,14 +184,14 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
+def folder(tmp_path_factory, tiny):
+    path = tmp_path_factory.mktemp("model")
     tiny.make_model(num_hidden_layers=3).save_pretrained(path)
     return path
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_ranges_give_what_one_process_gives(folder: Path, count: int) -> None:
+def test_ranges_give_what_one_process_gives(folder, count):
     expected = run(1, answers, folder, 1)[0]["found"]
     assert expected["near errors of the last"][..., 0].any()  # some heads are widened
     results = run(count, answers, folder, count)
@@ -212,29 +210,29 @@ def test_ranges_give_what_one_process_gives(folder: Path, count: int) -> None:
                 assert torch.equal(found, value), name
 
 
-def by_heads_and_tokens(rank: int, folder: Path, **sizes: int) -> Any:
+def by_heads_and_tokens(rank, folder, **sizes):
     model = load(folder, **sizes)
     mesh = model._mesh_manager.get_mesh("dp_replicate") if sizes else None
     with enable(model, process_group=mesh, **RECOMMENDED):
         return chunked_prefill(model, prompt(1, 205), chunks_per_call=99).logits
 
 
-def test_processes_have_heads_and_tokens(folder: Path) -> None:
+def test_processes_have_heads_and_tokens(folder):
     expected = run(1, by_heads_and_tokens, folder)[0]
     work = partial(by_heads_and_tokens, tp_size=2, dp_replicate_size=2)
     for found in run(4, work, folder):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def refusals(rank: int, folder: Path) -> Any:
+def refusals(rank, folder):
     model, ids = load(folder), prompt(1, 96)
     group, sparse = torch.distributed.group.WORLD, RECOMMENDED
-    errors: dict[str, Any] = {}
+    errors = {}
     changed = {**sparse, **MEASURED, "dense_tail": 3}
     errors["dense_tail"] = error_of(lambda: enable(model, process_group=group, **changed))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    calls: dict[str, Any] = {
+    calls = {
         "token ids must be the same on every rank": lambda: prefill(prompt(1, 96, seed=rank)),
         "must have no padding": lambda: prefill(ids, attention_mask=mask),
         "16 tokens or more for each of 2 processes": lambda: prefill(ids[:, :31]),
@@ -261,12 +259,12 @@ def refusals(rank: int, folder: Path) -> Any:
     return errors
 
 
-def test_what_every_rank_refuses(folder: Path) -> None:
+def test_what_every_rank_refuses(folder):
     for errors in run(2, refusals, folder):
         assert_refused(errors.items())
 
 
-def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
+def interrupted(rank, folder, victim, name):
     """Prefill twice; the victim gets a signal in the second prompt."""
     model = load(folder)
     cache = ChunkedPrefillCache(config=model.config)
@@ -284,5 +282,5 @@ def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "error"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, name: str) -> None:
+def test_a_lost_rank_is_an_error_on_every_survivor(folder, victim, name):
     assert_survivors_raise(interrupted, folder, victim, name)

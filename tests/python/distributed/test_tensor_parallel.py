@@ -1,8 +1,5 @@
 """Sparse prefill of a model whose heads transformers spreads over processes."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +15,7 @@ WIDE = ((0, 0, 2), (0, 5, 4), (1, 2, 4), (1, 3, 2))
 SETTINGS = {**RECOMMENDED, "wide": WIDE}
 
 
-def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
+def answers(rank, folder, count):
     model = load(folder, tp_size=count) if count > 1 else load(folder)
     ids = random_ids(2, 88)
     mask = torch.ones_like(ids)
@@ -35,21 +32,21 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
+def folder(tmp_path_factory, tiny):
+    path = tmp_path_factory.mktemp("model")
     heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
     tiny.make_model(hidden_size=96, **heads).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run(1, answers, folder, 1)[0]
+def expected(folder):
+    found = run(1, answers, folder, 1)[0]
     return found
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_heads_on_several_ranks(folder: Path, expected: Any, count: int) -> None:
+def test_heads_on_several_ranks(folder, expected, count):
     results = run(count, answers, folder, count)
     here = HEADS // count
     wide = []
@@ -68,12 +65,12 @@ def test_heads_on_several_ranks(folder: Path, expected: Any, count: int) -> None
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_every_rank_has_as_many_heads(tmp_path: Path, tiny: Any) -> None:
+def test_every_rank_has_as_many_heads(tmp_path, tiny):
     tiny.make_model(num_key_value_heads=1).save_pretrained(tmp_path)
     for error in run(2, refusal, tmp_path):
         assert error[:2] == ("ValueError", "tp_size must divide the number of KV heads, 1, got 2")
 
 
-def refusal(rank: int, folder: Path) -> Any:
+def refusal(rank, folder):
     model = load(folder, tp_size=2)
     return error_of(lambda: enable(model))

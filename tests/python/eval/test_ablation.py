@@ -1,16 +1,11 @@
 """The ablation: its grid, its rows, and that no finished cell runs twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,53 +21,47 @@ pd = pytest.importorskip("pandas")
 
 CONTEXT = 64
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
-AXES: dict[str, Any] = {"heavy_budget": [0, 4], "recall": [0, 2]}
-
-Ablate = Callable[..., Any]
+AXES = {"heavy_budget": [0, 4], "recall": [0, 2]}
 
 
 @pytest.fixture
-def corpus(tiny: Any) -> Corpus:
+def corpus(tiny):
     return Corpus("tale", tiny.SENTENCE * 6, "tale.txt")
 
 
 @pytest.fixture
-def ablate(
-    tiny: Any, tiny_tokenizer: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Ablate:
+def ablate(tiny, tiny_tokenizer, corpus, tmp_path, monkeypatch):
     """Run a small grid; the result's `forwards` counts the model's runs."""
-    counted: Counter[str] = Counter()
+    counted = Counter()
     run_model = forward.PromptForward.__call__
 
-    def count(self: Any, input_ids: Any) -> Any:
+    def count(self, input_ids):
         counted[str(self._model.config._attn_implementation)] += 1
         return run_model(self, input_ids)
 
     monkeypatch.setattr(forward.PromptForward, "__call__", count)
 
-    def run(axes: dict[str, Any] = AXES, **changes: Any) -> Any:
+    def run(axes=AXES, **changes):
         counted.clear()
-        options: dict[str, Any] = {"output": tmp_path / "out", "base": BASE, "datasets": [corpus]}
+        options = {"output": tmp_path / "out", "base": BASE, "datasets": [corpus]}
         options |= {"contexts": [CONTEXT], "windows": "0:2", "tokenizer": tiny_tokenizer}
         model = changes.pop("model", None) or tiny.make_model()
         return run_ablation(model, axes, **{**options, **changes})
 
-    run.forwards = counted  # type: ignore[attr-defined]
+    run.forwards = counted
     return run
 
 
-def _csv(folder: Path) -> Any:
+def _csv(folder):
     return pd.read_csv(folder / "perplexity_ablation.csv", keep_default_na=False, na_values=[""])
 
 
-def test_a_row_is_what_the_evaluation_finds(
-    ablate: Ablate, tiny_model: Any, tiny_tokenizer: Any, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_row_is_what_the_evaluation_finds(ablate, tiny_model, tiny_tokenizer, corpus, tmp_path):
     frame = ablate(protocol="llamacpp", model=tiny_model, model_name="tiny")
     assert len(frame) == 4
     for row in frame.to_dict(orient="records"):
         config = BASE.replace(heavy_budget=row["heavy_budget"], recall=row["recall"])
-        given: dict[str, Any] = {"tokenizer": tiny_tokenizer, "context": CONTEXT, "windows": "0:2"}
+        given = {"tokenizer": tiny_tokenizer, "context": CONTEXT, "windows": "0:2"}
         result = evaluate_perplexity(tiny_model, corpus, config, protocol="llamacpp", **given)
         assert abs(result.delta_percent) > 0.01
         ppl = result.dense.ppl, result.sparse.ppl
@@ -96,13 +85,13 @@ def test_a_row_is_what_the_evaluation_finds(
     assert table["min_prefill"].isna().all()
 
 
-def test_dense_runs_once_and_finished_cells_never_again(ablate: Ablate, tiny: Any) -> None:
+def test_dense_runs_once_and_finished_cells_never_again(ablate, tiny):
     first = ablate()
     assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
     again = ablate()
     assert ablate.forwards == {}
     assert again.equals(first)
-    steps: list[tuple[int, int]] = []
+    steps = []
     more = {**AXES, "sink_tokens": [0, 2]}
     larger = ablate(more, on_progress=lambda done, total, what: steps.append((done, total)))
     assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
@@ -120,8 +109,8 @@ def test_dense_runs_once_and_finished_cells_never_again(ablate: Ablate, tiny: An
         assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
 
 
-def test_runs_into_one_folder_keep_each_others_rows(ablate: Ablate, tmp_path: Path) -> None:
-    def begin_another(done: int, total: int, what: str) -> None:
+def test_runs_into_one_folder_keep_each_others_rows(ablate, tmp_path):
+    def begin_another(done, total, what):
         if done == 0:
             ablate({"heavy_budget": [2, 3]})
 
@@ -135,10 +124,8 @@ def test_runs_into_one_folder_keep_each_others_rows(ablate: Ablate, tmp_path: Pa
     assert sorted(map(int, read_rows(path))) == list(range(24))
 
 
-def test_a_cell_that_fails_does_not_stop_the_others(
-    ablate: Ablate, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:
+def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monkeypatch):
+    def no_memory(model, config, **options):
         if config.heavy_budget == 0 and config.recall == 2:
             raise RuntimeError("no memory")
         return prefill_mode(model, config, **options)
@@ -164,9 +151,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(
     assert len(_csv(tmp_path / "out")) == 4
 
 
-def test_a_table_of_an_older_version_is_kept_and_another_one_refused(
-    ablate: Ablate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_an_older_version_is_kept_and_another_one_refused(ablate, tmp_path, monkeypatch):
     first = ablate({})
     path = tmp_path / "out" / "perplexity_ablation.csv"
     _csv(tmp_path / "out").drop(columns="recall_span").to_csv(path, index=False)
@@ -185,69 +170,37 @@ def test_a_table_of_an_older_version_is_kept_and_another_one_refused(
         assert path.read_text() == text
 
 
-def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
+def test_figures_show_the_table(ablate, tmp_path):
+    """Points, of two texts their mean; a grid of both budgets is a heat map."""
     frame = ablate({"heavy_budget": [0, 4], "sink_tokens": [0, 2]}, contexts=[64, 32])
-    # Of two texts the mean, where both have the setting.
-    for rows, count in ((frame[frame["context"] == 32], 1), (frame, 2), (frame[1:], 2)):
-        figure = plot_ablation(rows, tmp_path / "p.png")
-        (axes,) = figure.axes
+    for rows in (frame[frame["context"] == 32], frame, frame[1:]):
+        (axes,) = plot_ablation(rows, tmp_path / "p.png").axes
         cells = rows.groupby(["heavy_budget", "sink_tokens"], sort=False)
         flops, loss = axes.containers[0].lines[0].get_data()
         expected = cells["attention_flops_ratio"].agg(lambda ratios: (100 / ratios).mean())
         assert list(flops) == pytest.approx(expected.tolist())
         assert list(loss) == pytest.approx(cells["delta_percent"].mean().tolist())
-        (bars,) = axes.containers[0].lines[2]
-        errors = cells["stderr_percent"].agg(lambda x: math.hypot(*x) / len(x))
-        spans = [segment[1, 1] - segment[0, 1] for segment in bars.get_segments()]
-        assert spans == pytest.approx((2 * errors).tolist())
-        names = "".join(text.get_text() for text in axes.texts) + axes.get_title(loc="left")
-        assert ("(1 of 2 texts)" in names) == (rows is not frame and count == 2)
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
     points = {"flops": [3.0, 1.0, 2.0, 2.0, 4.0], "loss": [8.0, 10.0, 9.0, 8.5, 8.0]}
     assert front(pd.DataFrame(points)).index.tolist() == [1, 3, 0]
 
-
-def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) -> None:
-    frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]})
-    (panel,) = plot_ablation(frame, tmp_path / "p.png").axes
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "8"]
-    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["2", "4"]
+    frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]}, contexts=[64])
+    named = frame.assign(preset=["h2o", *[None] * 5])
+    (panel,) = plot_ablation(named, tmp_path / "p.svg").axes
     for text in panel.texts:
         column, row = text.get_position()
         cell = (frame["local_window"] == (2, 4, 8)[column]) & (frame["heavy_budget"] == (2, 4)[row])
         (found,) = frame[cell].itertuples()
         assert panel.images[0].get_array()[row, column] == found.kl_mean
-        assert text.get_text().startswith(f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n")
-    assert len(panel.texts) == 6
-    # Presets are named in their cells, and a cell without loss has a colour.
-    named = frame.assign(preset=["h2o", *[None] * 5], kl_mean=[0.0] * 5 + [0.1])
-    (panel,) = plot_ablation(named, tmp_path / "p.svg").axes
-    assert [text.get_text().split()[0] for text in panel.texts].count("h2o") == 1
-    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
+        assert f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n" in text.get_text()
+    assert sum("h2o" in text.get_text() for text in panel.texts) == 1 and len(panel.texts) == 6
     # Without one of the cells, or with another setting that varies, the panel is of points.
     for rows in (frame[1:], frame.assign(sink_tokens=range(6))):
-        (panel,) = plot_ablation(rows, tmp_path / "p.png").axes
-        assert not panel.images
+        assert not plot_ablation(rows, tmp_path / "p.png").axes[0].images
 
 
-def test_points_are_numbered_and_named_by_presets_or_changes(
-    ablate: Ablate, tmp_path: Path
-) -> None:
-    frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
-    # The first is a preset, and beaten in both; the second is the best.
-    frame = frame.assign(preset=["h2o", None], delta_percent=[9, 8.0], attention_flops_ratio=[1, 2])
-    (axes,) = plot_ablation(frame, tmp_path / "p.pdf").axes
-    assert [text.get_text() for text in axes.texts] == ["1", "2"]
-    change = {"sum": "", "max": " gqa_reduce=max"}[frame["gqa_reduce"].iloc[1]]
-    assert axes.get_title(loc="left") == f"1: h2o\n2: h2o S=16 L=4 H=4{change}"
-    (axes,) = plot_ablation(frame[:1], tmp_path / "p.pdf").axes
-    assert axes.get_title(loc="left") == "1: h2o"
-    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_a_grid_is_the_product_of_its_values() -> None:
+def test_a_grid_is_the_product_of_its_values():
     axes = {"heavy_budget": [0, 4, 4], "sink_tokens": [0, 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -264,7 +217,7 @@ def test_a_grid_is_the_product_of_its_values() -> None:
     assert [config.recall > 0 for _, config in presets] == [False, False, True, True]
 
 
-def test_what_cannot_be_run_is_said_once_a_reason() -> None:
+def test_what_cannot_be_run_is_said_once_a_reason():
     axes = {"chunk_size": [16, 20, 64], "recall": [0, 2], "recall_block": [8]}
     with pytest.warns(UserWarning) as said:
         grid = build_grid({**axes, "heavy_budget": [14]}, [64], [BASE])
@@ -278,13 +231,13 @@ def test_what_cannot_be_run_is_said_once_a_reason() -> None:
     assert "at least two chunks of 64" in by_context
 
 
-def test_settings_without_effect_do_not_make_cells() -> None:
+def test_settings_without_effect_do_not_make_cells():
     grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], [BASE])
     assert [(c.recall, c.recall_span) for _, c in grid] == [(0, 2), (2, 1), (2, 2)]
 
 
-def test_values_are_read_as_in_a_settings_text() -> None:
-    expected: dict[str, tuple[str, list[Any]]] = {
+def test_values_are_read_as_in_a_settings_text():
+    expected = {
         "chunk_size": ("512, 1024", [512, 1024]),
         "gqa_reduce": ("sum,max", ["sum", "max"]),
         "dense_layers": ("none,0,0+1", [(), (0,), (0, 1)]),

@@ -1,13 +1,7 @@
 """Calibration of heads, against errors that are computed head by head."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import h2o_prefill
 from h2o_prefill import ops
@@ -27,23 +21,23 @@ TOKENS = torch.randint(1, 257, (2 * CONTEXT,), generator=torch.Generator().manua
 
 
 @pytest.fixture
-def model(tiny: Any) -> Any:
+def model(tiny):
     return tiny.make_model(num_hidden_layers=LAYERS)
 
 
-def _sparse(call: Any, config: PrefillConfig, factor: int) -> Tensor:
+def _sparse(call, config, factor):
     local, heavy = factor * config.local_window, factor * config.heavy_budget
     sizes = PrefillConfig(chunk_size=16, local_window=local, heavy_budget=heavy)
     qkv = call.query, call.key, call.value
     return ops.chunked_sparse_attention(*qkv, *[None] * 5, 0, sizes)[0]
 
 
-def _expected(model: Any, prompt: Tensor, factor: int) -> dict[int, list[tuple[Tensor, Tensor]]]:
+def _expected(model, prompt, factor):
     """Return error and size by layer and KV head, each head's through the layer's projection."""
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    found = {}
     hidden = model(prompt, output_hidden_states=True).hidden_states
 
-    def observe(call: Any, dense: Tensor) -> None:
+    def observe(call, dense):
         layer = call.module.layer_idx
         difference = (_sparse(call, CONFIG, factor).transpose(1, 2) - dense).detach()
         group = dense.shape[2] // KV_HEADS
@@ -65,7 +59,7 @@ def _expected(model: Any, prompt: Tensor, factor: int) -> dict[int, list[tuple[T
 
 @pytest.mark.filterwarnings("ignore:the memory set")
 @pytest.mark.parametrize("kind", ["projection", "none"])
-def test_errors_are_those_of_each_head(model: Any, kind: str, monkeypatch: Any) -> None:
+def test_errors_are_those_of_each_head(model, kind, monkeypatch):
     if kind == "none":
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -74,9 +68,9 @@ def test_errors_are_those_of_each_head(model: Any, kind: str, monkeypatch: Any) 
         rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
         config = GPT2Config(vocab_size=257, initializer_range=0.3, **sizes, **rates)
         model = GPT2LMHeadModel(config).eval()
-    done: list[tuple[int, int, str]] = []
+    done = []
     note = lambda *report: done.append(report)  # noqa: E731
-    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:2", "on_progress": note}
+    options = {"context": CONTEXT, "windows": "0:2", "on_progress": note}
     with torch.no_grad():
         result = calibrate_heads(model, TOKENS, WIDENING, **options)
         for index, factor in enumerate(FACTORS):
@@ -95,9 +89,7 @@ def test_errors_are_those_of_each_head(model: Any, kind: str, monkeypatch: Any) 
 
 @pytest.mark.filterwarnings("ignore:the memory set")
 @pytest.mark.parametrize("given", [(), ((2, 1, 2),)])
-def test_the_head_that_needs_far_keys_is_found(
-    model: Any, given: tuple[tuple[int, int, int], ...]
-) -> None:
+def test_the_head_that_needs_far_keys_is_found(model, given):
     # Of the query heads of each layer two share a KV head; the outputs of the others are dropped.
     for index, layer in enumerate(model.model.layers):
         kept = slice(32, 64) if index == 2 else slice(0)
@@ -120,7 +112,7 @@ def test_the_head_that_needs_far_keys_is_found(
 
 
 @pytest.mark.parametrize("budget", [1.02, 1.1, 1.4, 9.0])
-def test_the_budget_is_spent_and_kept(model: Any, budget: float) -> None:
+def test_the_budget_is_spent_and_kept(model, budget):
     result = calibrate_heads(model, TOKENS, CONFIG, budget=budget, context=CONTEXT)
     batch = TOKENS[None, :CONTEXT]
     for flops, config in ((result.flops_before, CONFIG), (result.flops_after, result.config)):
@@ -139,7 +131,7 @@ def test_the_budget_is_spent_and_kept(model: Any, budget: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the memory set")
-def test_what_was_saved_is_what_enable_takes(model: Any, tmp_path: Path) -> None:
+def test_what_was_saved_is_what_enable_takes(model, tmp_path):
     model.config._name_or_path = str(tmp_path)
     result = calibrate_heads(model, TOKENS, CONFIG, context=CONTEXT)
     path = result.save(model)

@@ -1,7 +1,5 @@
 """Pieces of evaluations on workers of Dask: the same results, whatever becomes of the workers."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -9,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,19 +22,19 @@ distributed = pytest.importorskip("distributed")
 
 ROOT = Path(__file__).parents[3]
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
-GRID: dict[str, Any] = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
+GRID = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
 TIMES = ["dense_seconds", "sparse_seconds"]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tiny, tmp_path_factory):
     return str(tiny.save_model(tmp_path_factory.mktemp("model")))
 
 
 @contextlib.contextmanager
-def _local_client(workers: int) -> Iterator[Any]:
+def _local_client(workers):
     """Workers that are threads of this process, so that patches reach them."""
-    options: dict[str, Any] = {"processes": False, "threads_per_worker": 1, "n_workers": workers}
+    options = {"processes": False, "threads_per_worker": 1, "n_workers": workers}
     with (
         distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
         distributed.Client(local) as connection,
@@ -47,32 +43,30 @@ def _local_client(workers: int) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
+def client():
     with _local_client(2) as connection:
         yield connection
 
 
 @pytest.fixture
-def workers(client: Any, folder: str) -> Iterator[clusters.ModelCluster]:
+def workers(client, folder):
     clusters._load.cache_clear()
     yield clusters.ModelCluster(client, folder, threads=1)
 
 
 @pytest.fixture
-def corpus(tiny: Any) -> Corpus:
+def corpus(tiny):
     return Corpus("tale", tiny.SENTENCE * 60, "tale.txt")
 
 
-def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(
-    workers: clusters.ModelCluster, folder: str, corpus: Corpus, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
+def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(workers, folder, corpus, tmp_path):
+    options = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
     options["contexts"] = [64, 48]
     here = run_ablation(folder, GRID, tmp_path / "here", **options)
     options |= {"output": tmp_path / "there", "cluster": workers}
     part = {**GRID, "sink_tokens": [2]}
     assert len(run_ablation(folder, part, **options)) == 4
-    steps: list[tuple[int, int]] = []
+    steps = []
     report = lambda done, total, what: steps.append((done, total))  # noqa: E731
     there = run_ablation(folder, GRID, on_progress=report, **options)
     assert there.drop(columns=TIMES).equals(here.drop(columns=TIMES)) and len(there) == 8
@@ -80,9 +74,7 @@ def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(
     assert run_ablation(folder, GRID, **options).equals(there), "nothing runs twice"
 
 
-def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(
-    workers: clusters.ModelCluster, folder: str
-) -> None:
+def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(workers, folder):
     held = clusters.LoadedModel(*load_model(folder))
     pieces = {"good": 1, "bad": 0}
     results = dict(clusters.run_pieces(held, workers, _divide, 6, pieces))
@@ -92,17 +84,15 @@ def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(
         assert results["good"]() == 6
 
 
-def _divide(held: Any, shared: int, piece: int) -> int:
+def _divide(held, shared, piece):
     clusters.warn("said by a worker")
     return shared // piece
 
 
-def test_retrieval_and_calibration_on_workers_find_the_same(
-    workers: clusters.ModelCluster, folder: str, corpus: Corpus
-) -> None:
+def test_retrieval_and_calibration_on_workers_find_the_same(workers, folder, corpus):
     model, tokenizer = load_model(folder)
     given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
-    options: dict[str, Any] = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
+    options = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
     options["depths"] = [0, 50, 100]
     found = [evaluate_retrieval(*given, cluster=x, **options).outcomes for x in (None, workers)]
     assert found[0] == found[1] and len(found[0]) == 3
@@ -113,12 +103,10 @@ def test_retrieval_and_calibration_on_workers_find_the_same(
     assert there == here and here.windows == [1, 2, 3, 4]
 
 
-def test_a_worker_with_another_model_or_version_is_refused(
-    client: Any, workers: clusters.ModelCluster, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_with_another_model_or_version_is_refused(client, workers, folder, monkeypatch):
     model, tokenizer = load_model(folder)
 
-    def run(workers: clusters.ModelCluster, function: Any = len) -> None:
+    def run(workers, function=len):
         held = clusters.LoadedModel(model, tokenizer)
         for _, result in clusters.run_pieces(held, workers, function, None, {"one": None}):
             result()
@@ -139,15 +127,15 @@ def test_a_worker_with_another_model_or_version_is_refused(
         run(workers)
 
 
-def test_what_a_worker_keeps_is_made_once_for_a_key() -> None:
-    made: list[str] = []
+def test_what_a_worker_keeps_is_made_once_for_a_key():
+    made = []
     held = clusters.LoadedModel(None, None)
     for key in ("a", "a", "b", "a"):
         assert held.keep(key, lambda key=key: made.append(key) or key) == key
     assert made == ["a", "b", "a"]
 
 
-def test_a_lost_scheduler_is_an_error_at_once(folder: str) -> None:
+def test_a_lost_scheduler_is_an_error_at_once(folder):
     with _local_client(1) as connection:
         workers = clusters.ModelCluster(connection, folder, threads=1)
         held = clusters.LoadedModel(*load_model(folder))
@@ -160,31 +148,13 @@ def test_a_lost_scheduler_is_an_error_at_once(folder: str) -> None:
                 result()
 
 
-def _nap(held: Any, shared: None, piece: int) -> int:
+def _nap(held, shared, piece):
     time.sleep(0.2)
     return torch.get_num_threads()
 
 
 @pytest.mark.slow
-def test_the_pieces_of_a_killed_worker_run_elsewhere(folder: str) -> None:
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1}
-    with (
-        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
-        distributed.Client(local) as connection,
-    ):
-        held = clusters.LoadedModel(*load_model(folder))
-        workers = clusters.ModelCluster(connection, folder, threads=1)
-        results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
-        found = [next(results)[0]]
-        os.kill(local.workers[0].process.process.pid, signal.SIGKILL)
-        found += [key for key, result in results if result() == 1]
-    assert sorted(found) == list(range(20))
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_cells_and_ends_the_workers(
-    folder: str, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_the_cells_and_ends_the_workers(folder, corpus, tmp_path):
     (tmp_path / "tale").write_text(corpus.text)
     table = tmp_path / "there" / "perplexity_ablation.csv"
     text = ["--text-file", str(tmp_path / "tale"), "--context", "512", "--local-window", "4"]

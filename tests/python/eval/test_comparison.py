@@ -1,15 +1,10 @@
 """What sparse prefill brings on one prompt: measured rightly, and the model stays as it was."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import h2o_prefill
-from h2o_prefill import PrefillConfig, compare
+from h2o_prefill import compare
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.hf.kinds import enabled_of
@@ -19,16 +14,16 @@ NAMES = ["sdpa, model's own", "exact, lossless"]
 
 
 @pytest.fixture
-def ids() -> Tensor:
+def ids():
     return torch.randint(0, 257, (64,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def prefills(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+def prefills(monkeypatch):
     """The settings of every timed prefill; each takes a second more than the one before."""
-    found: list[str | None] = []
+    found = []
 
-    def prefill(self: Any, input_ids: Tensor) -> float:
+    def prefill(self, input_ids):
         enabled = enabled_of(self._model.config)
         found.append(None if enabled is None else enabled.config.to_string())
         return float(len(found))
@@ -38,13 +33,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_runs_take_turns_and_agree_with_the_evaluation(
-    tiny_model: Any,
-    tiny_tokenizer: Any,
-    small_config: PrefillConfig,
-    ids: Tensor,
-    prefills: list[str | None],
-) -> None:
-    steps: list[tuple[int, int]] = []
+    tiny_model, tiny_tokenizer, small_config, ids, prefills
+):
+    steps = []
     tiny_model.train()
     result = compare(
         tiny_model,
@@ -76,12 +67,10 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
     assert shown[2].split()[3:5] == ["4.00", "1.00x"] and tuple(shown[4].split()[1:5]) == row
 
 
-def test_ids_and_texts_are_prompts(
-    tiny_model: Any, tiny_tokenizer: Any, small_config: PrefillConfig, prefills: list[str | None]
-) -> None:
+def test_ids_and_texts_are_prompts(tiny_model, tiny_tokenizer, small_config, prefills):
     text = "Sphinx of black quartz, judge my vow."
     ids = tiny_tokenizer(text, verbose=False)["input_ids"]
-    given: dict[str, Any] = {"config": small_config, "max_new_tokens": 2, "repeats": 1}
+    given = {"config": small_config, "max_new_tokens": 2, "repeats": 1}
     by_text = compare(tiny_model, text, tokenizer=tiny_tokenizer, **given)
     by_ids = compare(tiny_model, ids, **given)
     changes = [[(run.kl_mean, run.delta_percent) for run in x.runs] for x in (by_text, by_ids)]
@@ -94,9 +83,9 @@ def test_ids_and_texts_are_prompts(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_enabled_model_is_measured_with_its_settings_and_stays_as_it_was(
-    tiny_model: Any, small_config: PrefillConfig, ids: Tensor, fails: bool
-) -> None:
-    def stop(done: int, *_: Any) -> None:
+    tiny_model, small_config, ids, fails
+):
+    def stop(done, *_):
         if fails and done == 5:
             raise KeyboardInterrupt
 
@@ -114,7 +103,7 @@ def test_an_enabled_model_is_measured_with_its_settings_and_stays_as_it_was(
             assert torch.equal(tiny_model(ids[None]).logits, before)
     assert tiny_model.config._attn_implementation == "sdpa"
     if not fails:
-        given: dict[str, Any] = {"context": 64, "windows": "0:1", "select": sinks_and_window}
+        given = {"context": 64, "windows": "0:1", "select": sinks_and_window}
         expected = evaluate_perplexity(tiny_model, ids, small_config, **given)
         assert result.runs[-1].name == f"{small_config.to_string()}, select=sinks_and_window"
         assert result.runs[-1].kl_mean == pytest.approx(expected.kl_mean, rel=1e-5)
@@ -141,10 +130,8 @@ MASK = torch.ones(1, 64, dtype=torch.int64)
         ({"config": "best"}, "preset must be one of"),
     ],
 )
-def test_wrong_arguments_leave_an_enabled_model_enabled(
-    tiny_model: Any, small_config: PrefillConfig, changes: dict[str, Any], message: str
-) -> None:
-    given: dict[str, Any] = {"inputs": torch.arange(64), "config": small_config}
+def test_wrong_arguments_leave_an_enabled_model_enabled(tiny_model, small_config, changes, message):
+    given = {"inputs": torch.arange(64), "config": small_config}
     with h2o_prefill.enable(tiny_model, small_config) as handle:
         with pytest.raises(ValueError, match=message):
             compare(tiny_model, **{**given, **changes})

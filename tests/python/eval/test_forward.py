@@ -1,12 +1,8 @@
 """The forward pass that keeps hidden states instead of logits."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from h2o_prefill.eval.forward import PromptForward
 
@@ -14,35 +10,35 @@ from h2o_prefill.eval.forward import PromptForward
 class _Softcapped(nn.Module):
     """A model whose logits are more than its output layer."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         super().__init__()
         self.inner = model
 
     @property
-    def base_model(self) -> nn.Module:
+    def base_model(self):
         return self.inner.base_model
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.inner.get_output_embeddings()
 
-    def forward(self, input_ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+    def forward(self, input_ids, logits_to_keep=0):
         return torch.tanh(self.inner(input_ids, logits_to_keep=logits_to_keep).logits)
 
 
 class _OnlyLogits(nn.Embedding):
     """A model with no base model to speak of."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return super().forward(input_ids)
 
 
 @pytest.fixture
-def ids() -> Tensor:
+def ids():
     return torch.randint(0, 257, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model: Any, ids: Tensor) -> None:
+def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model, ids):
     full = tiny_model(ids).logits[0]
     forward = PromptForward(tiny_model)
     calls, rows = [], []
@@ -64,12 +60,12 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model: Any, ids
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["softcapped", "only logits"])
-def test_other_models_keep_their_full_logits(tiny_model: Any, ids: Tensor, kind: str) -> None:
+def test_other_models_keep_their_full_logits(tiny_model, ids, kind):
     model = _Softcapped(tiny_model) if kind == "softcapped" else _OnlyLogits(257, 257)
     forward = PromptForward(model)
     logits, _ = forward(ids)
     torch.testing.assert_close(logits.slice(0, 40), model(ids)[0])
-    rows: list[int] = []
+    rows = []
     model.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
     forward.prefill(ids)
     assert rows == [1 if kind == "softcapped" else 40]

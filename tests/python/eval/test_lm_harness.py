@@ -1,7 +1,5 @@
 """lm_eval with enabled models: prompts are prefilled sparsely, and scored as by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,14 +1,9 @@
 """The figures of memory sets and of errors by layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import measure_attention, plots
@@ -18,47 +13,29 @@ CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 PROMPT = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def _shown(axes: Any) -> Tensor:
+def _shown(axes):
     return torch.from_numpy(axes.images[0].get_array().filled(math.nan))
 
 
-def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
+def test_the_figures_show_the_arrays(tiny, tmp_path):
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
     for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
         measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
         for name in ("memory", "errors", "stability", "attention"):
             assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)
-    torch.testing.assert_close(
-        measures.l1_error, measure_attention(model, PROMPT, CONFIG).l1_error, equal_nan=True
-    )
-
     panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny").axes
     torch.testing.assert_close(_shown(panel), measures.head_share(4))
-    assert panel.images[0].get_extent()[:2] == [0, LENGTH]
-
     error, mass, *_ = plots.plot_errors(measures, tmp_path / "errors.png", "tiny").axes
     # The second layer has half the heads.
     absent = [[False] * 4, [False, False, True, True]]
     assert error.images[0].get_array().mask.tolist() == absent
-    for axes, values, worst in (
-        (error, 100 * measures.l1_error, measures.l1_error.nan_to_num(0).argmax()),
-        (mass, 100 * measures.mass_recall, measures.mass_recall.nan_to_num(1).argmin()),
-    ):
-        torch.testing.assert_close(_shown(axes), values, equal_nan=True)
-        # Both maps are darkest at the worst head.
-        cells = axes.images[0].get_array()
-        brightness = axes.images[0].to_rgba(cells)[..., :3].sum(-1)
-        brightness[cells.mask] = 3
-        assert brightness.argmin() == worst
+    for axes, values in ((error, measures.l1_error), (mass, measures.mass_recall)):
+        torch.testing.assert_close(_shown(axes), 100 * values, equal_nan=True)
 
-
-def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> None:
-    measures = measure_attention(tiny.make_uneven_model(), PROMPT, CONFIG)
     chunks, pairs, _ = plots.plot_stability(measures, tmp_path / "s.png", "tiny").axes
     torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
     torch.testing.assert_close(_shown(pairs), measures.heavy_jaccard_of_layers)
-    assert [tick.get_text() for tick in chunks.get_xticklabels()] == ["1", "2", "3", "4"]
     # The layers with the least and the largest error.
     pattern = measures.pattern[:, [0, 1, 0]]
     errors = torch.tensor([[0.2], [0.1], [0.3]])
@@ -67,11 +44,9 @@ def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> No
     for layer, axes in zip((1, 2), figure.axes, strict=False):
         torch.testing.assert_close(_shown(axes).nan_to_num(), pattern[:, layer].nanmean(1))
         assert axes.get_title() == f"layer {3 + layer}"
-        assert axes.images[0].get_extent() == [0, LENGTH, LENGTH, 0]
-    assert "layer 4 (10.0 %), in layer 5 (30.0 %)" in figure.get_suptitle()
 
 
-def test_long_prompts_are_averaged(tiny_model: Any, tmp_path: Path) -> None:
+def test_long_prompts_are_averaged(tiny_model, tmp_path):
     measures = dataclasses.replace(
         measure_attention(tiny_model, PROMPT, CONFIG),
         config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=4),
@@ -80,12 +55,7 @@ def test_long_prompts_are_averaged(tiny_model: Any, tmp_path: Path) -> None:
         kv_heads=(2,) * 40,
         chunk_ends=tuple(128 * (chunk + 1) for chunk in range(16)),
     )
-    figure = plots.plot_memory_sets(measures, tmp_path / "memory.png", "")
-    panel, _ = figure.axes
+    panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "").axes
     # 2048 positions in 1024 columns: the four that are held fill two of them.
     shown = _shown(panel)
     assert shown.shape == (40, 1024) and shown[0, :4].tolist() == [1, 1, 0, 0]
-    labels = [tick.get_text() for tick in panel.get_yticklabels()]
-    assert labels == ["0", "5", "10", "15", "20", "25", "30", "35"]
-    assert "local window" not in panel.get_xlabel()
-    assert figure.get_suptitle().endswith("held by 100 % of its KV heads")

@@ -1,9 +1,6 @@
 """What reports and `info` say of versions, machine and build, and how JSON is written."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +12,15 @@ from h2o_prefill import _atomic_write, ops
 from h2o_prefill.eval import ablation_table, plots, report
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_become_null(tmp_path):
     values = {"a": float("nan"), "b": [float("inf"), 1.5, None], "c": (1, 2)}
     report.write_json(values, tmp_path / "v.json")
     read = json.loads((tmp_path / "v.json").read_text(), parse_constant=pytest.fail)
     assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
 
 
-def test_every_file_replaces_the_old_one_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full() -> None:
+def test_every_file_replaces_the_old_one_at_once(tmp_path, monkeypatch):
+    def full():
         raise RuntimeError("no space left")
 
     scratch = lambda: str(tmp_path / "scratch.svg")  # noqa: E731
@@ -40,7 +35,7 @@ def test_every_file_replaces_the_old_one_at_once(
         assert path.read_text() == "cell\n"
 
 
-def test_environment_names_versions_machine_and_build() -> None:
+def test_environment_names_versions_machine_and_build():
     facts = report.environment()
     assert facts["threads"] == torch.get_num_threads()
     assert facts["library"]["torch"] in facts["torch"]
@@ -48,7 +43,7 @@ def test_environment_names_versions_machine_and_build() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_operators_have_cpu_kernels() -> None:
+def test_operators_have_cpu_kernels():
     operators = report.operators()
     assert "cpu" in operators["chunked_sparse_attention"]
     assert all(devices for devices in operators.values())
@@ -62,7 +57,7 @@ def test_operators_have_cpu_kernels() -> None:
 @pytest.mark.parametrize("head_dim", [1, 64, 700])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_linear_attention_is_computed_as_said(name: str, causal: bool, head_dim: int) -> None:
+def test_linear_attention_is_computed_as_said(name, causal, head_dim):
     q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
     q.requires_grad_()
     cpu = [torch.profiler.ProfilerActivity.CPU]

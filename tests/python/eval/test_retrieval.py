@@ -1,13 +1,9 @@
 """Retrieval runs: answers, scores, the summary, the file and the heat map."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,16 +33,16 @@ VARIANTS = {"small": SPARSE, "recall": SPARSE.replace(recall=2, recall_block=32)
 
 
 @pytest.fixture
-def model(tiny: Any) -> Any:
+def model(tiny):
     return tiny.make_model(max_position_embeddings=2048)
 
 
 @pytest.fixture
-def reader(model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def reader(model, tiny_tokenizer, monkeypatch):
     """Return the model with answers read off the prompt; sparse, it has only the second half."""
     random_answer = model.generate
 
-    def generate(input_ids: torch.Tensor, **options: Any) -> Any:
+    def generate(input_ids, **options):
         text = tiny_tokenizer.decode(input_ids[0])
         key = re.findall(r"for (\w+-\w+) mentioned", text)[-1]
         if _is_sparse(model):
@@ -61,23 +57,21 @@ def reader(model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     return model
 
 
-def _is_sparse(model: Any) -> bool:
+def _is_sparse(model):
     enabled = enabled_of(model.config)
     return enabled is not None and not enabled.config.exact
 
 
-def _run(model: Any, tokenizer: Any, **changes: Any) -> Any:
-    settings: dict[str, Any] = dict(tasks=["single"], lengths=[800], depths=[0, 100])
+def _run(model, tokenizer, **changes):
+    settings = dict(tasks=["single"], lengths=[800], depths=[0, 100])
     return evaluate_retrieval(
         model, CORPUS, VARIANTS, tokenizer=tokenizer, **{**settings, **changes}
     )
 
 
-def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    steps: list[tuple[int, int, str]] = []
-    settings: dict[str, Any] = dict(
-        tasks=["single", "multi_key"], lengths=[900, 1200], prompts_per_cell=2, seed=7
-    )
+def test_scores_the_file_and_the_heat_map(reader, tiny_tokenizer, tmp_path):
+    steps = []
+    settings = dict(tasks=["single", "multi_key"], lengths=[900, 1200], prompts_per_cell=2, seed=7)
     result = _run(reader, tiny_tokenizer, on_progress=lambda *step: steps.append(step), **settings)
     assert [step[0] for step in steps] == list(range(49)) and {step[1] for step in steps} == {48}
     assert steps[0][2] == "single 900 0 % dense" and steps[7][2] == "single 900 100 % small"
@@ -107,31 +101,20 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     assert report["prompts"] == json.loads(json.dumps(asdict(result)["outcomes"]))
     assert len(report["summary"]) == 12 and "torch" in report["environment"]
 
-    figure = plot_retrieval(result, tmp_path / "r.png", "title")
-    (axes,) = figure.axes
+    (axes,) = plot_retrieval(result, tmp_path / "r.png", "title").axes
     # Tasks and depths by prefill and length.
     assert axes.images[0].get_array().tolist() == [[1, 1] + 4 * [depth] for depth in (0, 1, 0, 1)]
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == [f"{task}, {depth} %" for task in ("single", "multi_key") for depth in (0, 100)]
-    columns = [label.get_text() for label in axes.get_xticklabels()]
-    runs = ("dense", "small", "recall")
-    assert columns == [f"{length}\n{run}" for run in runs for length in ("900", "1,200")]
-    finding = "Mean score: 100 % after dense prefill, 50 % after sparse prefill"
-    assert figure.get_suptitle() == finding
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     # A cell without a prompt stays empty.
     (axes,) = plot_retrieval(replace(result, outcomes=result.outcomes[2:]), tmp_path / "r.png").axes
     assert [text.get_text() for text in axes.texts].count("") == 3
 
 
-def test_answers_are_what_the_model_generates_after_each_prefill(
-    model: Any, tiny_tokenizer: Any
-) -> None:
+def test_answers_are_what_the_model_generates_after_each_prefill(model, tiny_tokenizer):
     from transformers import DynamicCache
 
-    calls: list[tuple[int, int, bool]] = []
+    calls = []
 
-    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def note(module, args, kwargs, output):
         sizes = (kwargs["input_ids"].shape[1], output.logits.shape[1])
         calls.append((*sizes, _is_sparse(module)))
 
@@ -186,13 +169,13 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     assert (result.summary["dense_solved"] == 0).all() and result.summary["kept"].isna().all()
 
 
-def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_kept_prompts_are_not_asked_again(reader, tiny_tokenizer, tmp_path):
     path = tmp_path / "kept.jsonl"
     first = _run(reader, tiny_tokenizer, kept=KeptOutcomes(path))
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 2
     path.write_bytes(lines[0] + lines[1][:40])  # killed while it wrote
-    steps: list[tuple[int, int, str]] = []
+    steps = []
     again = _run(
         reader,
         tiny_tokenizer,
@@ -211,7 +194,7 @@ def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_
         assert path.read_text() == other
 
 
-def test_scores_and_intervals() -> None:
+def test_scores_and_intervals():
     assert substring_score("It is 1234567.", ("1234567",)) == 1
     assert substring_score("1,234,567", ("1234567",)) == 0
     assert substring_score("AbCdE, and fghij", ("ABCDE", "FGHIJ", "KLMNO", "PQRST")) == 0.5
@@ -226,7 +209,7 @@ def test_scores_and_intervals() -> None:
     assert all(math.isnan(bound) for bound in wilson_interval(math.nan, 0))
 
 
-def test_the_summary_counts_only_what_dense_solves() -> None:
+def test_the_summary_counts_only_what_dense_solves():
     scores = [(1.0, 1.0), (1.0, 0.5), (0.75, 1.0), (0.0, 0.0), (1.0, 1.0)]
     outcomes = [
         PromptOutcome(

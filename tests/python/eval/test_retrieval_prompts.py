@@ -1,13 +1,10 @@
 """Retrieval prompts: what is hidden and asked, their length, and where the needles stand."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 
-from h2o_prefill.eval.retrieval_prompts import TASKS, Haystack, RetrievalPrompt, build_prompt
+from h2o_prefill.eval.retrieval_prompts import TASKS, Haystack, build_prompt
 
 pytest.importorskip("transformers")
 
@@ -32,9 +29,7 @@ HAYSTACK = Haystack(TEXT)
 @pytest.mark.parametrize(
     "task, needles, distractors", [("single", 1, 0), ("multi_key", 1, 3), ("multi_value", 4, 0)]
 )
-def test_answers_are_in_the_needles_and_nowhere_else(
-    task: str, needles: int, distractors: int
-) -> None:
+def test_answers_are_in_the_needles_and_nowhere_else(task, needles, distractors):
     for seed in range(3):
         riddle = TASKS[task].make(random.Random(seed), "")
         assert riddle != TASKS[task].make(random.Random(seed + 100), "")
@@ -49,7 +44,7 @@ def test_answers_are_in_the_needles_and_nowhere_else(
         assert not set(again.answers) & set(riddle.answers)
 
 
-def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence() -> None:
+def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence():
     haystack = Haystack(SENTENCES)
     assert len(haystack) == 18
     for depth, before in (
@@ -72,13 +67,13 @@ def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("task", TASKS)
-def test_length_and_frame(tiny: Any, task: str, chat: bool) -> None:
+def test_length_and_frame(tiny, task, chat):
     tokenizer = tiny.make_tokenizer(add_bos=not chat)
     tokenizer.chat_template = TEMPLATE if chat else None
     riddle = TASKS[task].make(random.Random(9), HAYSTACK.lower)
     begin, end = ("<user>", "</end><assistant>") if chat else ("<bos>", "")
 
-    def build(question: str, seed: int = 9, depth: float = 50) -> RetrievalPrompt:
+    def build(question, seed=9, depth=50):
         return build_prompt(task, tokenizer, HAYSTACK, 1213, depth, question=question, seed=seed)
 
     for question in ("last", "first"):

@@ -1,9 +1,6 @@
 """Windows of a text, scores of their tokens, and estimates, against the formulas written out."""
 
-from __future__ import annotations
-
 import math
-from types import ModuleType
 
 import pytest
 import torch
@@ -11,15 +8,10 @@ from torch.nn import functional
 
 from h2o_prefill.eval import scores as scoring
 from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.windows import (
-    first_token,
-    parse_windows,
-    scored_rows,
-    select_windows,
-)
+from h2o_prefill.eval.windows import first_token, parse_windows, scored_rows, select_windows
 
 
-def test_scored_rows() -> None:
+def test_scored_rows():
     assert scored_rows("gptq", 8) == range(0, 7)
     # llama.cpp: targets n/2 + 1 .. n - 1, which are n - n/2 - 1 of them
     assert scored_rows("llamacpp", 8) == range(4, 7)
@@ -28,7 +20,7 @@ def test_scored_rows() -> None:
         scored_rows("other", 8)
 
 
-def test_windows_are_a_slice_that_drops_the_rest() -> None:
+def test_windows_are_a_slice_that_drops_the_rest():
     slices = {"0:6": (0, 6), "2:3": (2, 3), ":4": (0, 4), "3:": (3, None), ":": (0, None)}
     assert {text: parse_windows(text) for text in slices} == slices
     for text in ("", "6", "a:b", "-1:2", "3:3", "4:2", "0:2:1", "0.5:2"):
@@ -47,7 +39,7 @@ def test_windows_are_a_slice_that_drops_the_rest() -> None:
             select_windows(torch.arange(tokens), 10, text)
 
 
-def test_first_token_is_bos_only_where_llama_cpp_would_add_it(tiny: ModuleType) -> None:
+def test_first_token_is_bos_only_where_llama_cpp_would_add_it(tiny):
     with_bos, without = tiny.make_tokenizer(add_bos=True), tiny.make_tokenizer()
     assert first_token(with_bos, "llamacpp") == with_bos.bos_token_id
     assert first_token(without, "llamacpp") is None
@@ -57,9 +49,7 @@ def test_first_token_is_bos_only_where_llama_cpp_would_add_it(tiny: ModuleType) 
 
 @pytest.mark.parametrize("numbers", [1, 70, 1 << 20])  # one row, three rows, everything at once
 @pytest.mark.parametrize("rows", [range(0, 15), range(8, 15)])
-def test_scores_equal_the_direct_computation(
-    monkeypatch: pytest.MonkeyPatch, numbers: int, rows: range
-) -> None:
+def test_scores_equal_the_direct_computation(monkeypatch, numbers, rows):
     monkeypatch.setattr(scoring, "_SLICE_NUMBERS", numbers)
     generator = torch.Generator().manual_seed(0)
     dense = 3 * torch.randn(16, 23, generator=generator)
@@ -83,7 +73,7 @@ def test_scores_equal_the_direct_computation(
     assert torch.equal(scoring.token_nll(runs[1], ids, rows), scores.sparse_nll)
 
 
-def test_impossible_tokens_add_nothing_to_kl() -> None:
+def test_impossible_tokens_add_nothing_to_kl():
     dense = torch.tensor([[0.0, 1.0, -torch.inf], [0.0, 0.0, 0.0]])
     sparse = torch.tensor([[1.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
     runs = PromptLogits(dense, None), PromptLogits(sparse, None)
@@ -94,11 +84,11 @@ def test_impossible_tokens_add_nothing_to_kl() -> None:
 
 
 @pytest.fixture
-def nll() -> torch.Tensor:
+def nll():
     return torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) * 5
 
 
-def test_perplexity_and_the_error_of_llama_cpp(nll: torch.Tensor) -> None:
+def test_perplexity_and_the_error_of_llama_cpp(nll):
     values = nll.flatten().tolist()
     mean = sum(values) / len(values)
     assert scoring.perplexity(nll) == pytest.approx(math.exp(mean), rel=1e-12)
@@ -108,7 +98,7 @@ def test_perplexity_and_the_error_of_llama_cpp(nll: torch.Tensor) -> None:
     assert math.isnan(scoring.perplexity_error(nll[:1, :1]))
 
 
-def test_relative_difference_pairs_windows_or_blocks_of_one(nll: torch.Tensor) -> None:
+def test_relative_difference_pairs_windows_or_blocks_of_one(nll):
     sparse = nll + torch.tensor([[0.1], [0.2], [0.6]])
     # Sample deviation of 0.1, 0.2, 0.6: sqrt((0.04 + 0.01 + 0.09) / 2).
     expected = 100 * math.expm1(0.3), 100 * math.exp(0.3) * math.sqrt(0.07 / 3)
@@ -125,7 +115,7 @@ def test_relative_difference_pairs_windows_or_blocks_of_one(nll: torch.Tensor) -
     assert delta == 0 and math.isnan(error)
 
 
-def test_binned_perplexity_leaves_out_minus_one(nll: torch.Tensor) -> None:
+def test_binned_perplexity_leaves_out_minus_one(nll):
     bins = torch.tensor([-1] * 5 + [0] * 10 + [2] * 5)
     first, empty, last = scoring.binned_perplexity(nll, bins, 3)
     assert first == pytest.approx(math.exp(nll[:, 5:15].mean().item()), rel=1e-6)

@@ -1,9 +1,6 @@
 """The real model on real texts: published numbers, and the committed loss of each preset."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,9 +32,7 @@ _BY_CHUNK = [20.390, 19.951, 19.883, 18.481]
 
 
 @pytest.mark.slow
-def test_the_published_settings_give_the_published_perplexity(
-    smollm2: Any, wikitext2_path: Path
-) -> None:
+def test_the_published_settings_give_the_published_perplexity(smollm2, wikitext2_path):
     model, tokenizer = smollm2
     result = evaluate_perplexity(
         model, load_text(text_file=wikitext2_path), PrefillConfig(), tokenizer=tokenizer
@@ -49,7 +44,7 @@ def test_the_published_settings_give_the_published_perplexity(
 
 
 @pytest.fixture(scope="module", params=["book", pytest.param("wikitext2", marks=pytest.mark.slow)])
-def runs(smollm2: Any, request: pytest.FixtureRequest) -> tuple[str, PairedRuns]:
+def runs(smollm2, request):
     """The name of a text, and the runs over its window, densely once for all presets."""
     model, tokenizer = smollm2
     path = BOOK if request.param == "book" else request.getfixturevalue("wikitext2_path")
@@ -58,7 +53,7 @@ def runs(smollm2: Any, request: pytest.FixtureRequest) -> tuple[str, PairedRuns]
     return request.param, PairedRuns(model, tokenizer, *windows, "gptq", keep_dense=True)
 
 
-def test_every_preset_is_held_to_a_value() -> None:
+def test_every_preset_is_held_to_a_value():
     assert all(list(values) == SPARSE_PRESETS[::-1] for values in COMMITTED.values())
 
 
@@ -69,7 +64,7 @@ def test_every_preset_is_held_to_a_value() -> None:
         for p in SPARSE_PRESETS
     ],
 )
-def test_a_preset_loses_no_more_than_it_did(runs: tuple[str, PairedRuns], preset: str) -> None:
+def test_a_preset_loses_no_more_than_it_did(runs, preset):
     text, paired = runs
     with torch.no_grad():
         kl = paired.evaluate(PRESETS[preset], lambda *_: None).kl_mean

@@ -1,34 +1,28 @@
 """Seconds and memory of dense and sparse prefill, and their figures."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, count_attention_flops, profile_memory
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
 from h2o_prefill.eval.timing import peak_bytes
-from h2o_prefill.generation.prompts import random_ids
 
 pytest.importorskip("pandas")
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> list[str]:
+def clock(monkeypatch, tiny_model):
     """Replace the clock: dense calls take 6 s, sparse ones 2 s, 4 s, 2 s, ...; note what ran."""
-    ran: list[str] = []
+    ran = []
     sparse_times = itertools.cycle((2.0, 4.0))
     now = 0.0
     calls = 0
 
-    def read() -> float:
+    def read():
         nonlocal now, calls
         calls += 1
         if calls % 2 == 0:
@@ -41,9 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> list[str]:
     return ran
 
 
-def test_columns_and_figures(
-    tiny_model: Any, small_config: PrefillConfig, clock: list[str]
-) -> None:
+def test_columns_and_figures(tiny_model, small_config, clock):
     frame = benchmark_throughput(tiny_model, [16, 48], 3, small_config)
     ratio = dense_dot_products(48) / sparse_dot_products(48, small_config)
     expected = {
@@ -67,9 +59,7 @@ def test_columns_and_figures(
     assert "".join(name[0] for name in clock[1:]) == 2 * "dssddssd"
 
 
-def test_recalled_keys_are_those_of_the_prompts(
-    tiny_model: Any, small_config: PrefillConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recalled_keys_are_those_of_the_prompts(tiny_model, small_config, monkeypatch):
     prompt = torch.arange(48).remainder(5).unsqueeze(0)
     monkeypatch.setattr("h2o_prefill.eval.timing.random_ids", lambda *_: prompt)
     config = small_config.replace(recall=2, recall_block=8)
@@ -82,20 +72,15 @@ def test_recalled_keys_are_those_of_the_prompts(
     assert row["recalled_keys"] > 1
 
 
-def test_prompts_are_random(tiny_model: Any) -> None:
-    (ids,) = random_ids(tiny_model, 64, torch.Generator().manual_seed(1))
-    assert ids.unique().numel() > 32 and int(ids.max()) < 257
-
-
 LENGTHS = [16, 48, 96]
 
 
 @pytest.fixture
-def frame(tiny_model: Any, small_config: PrefillConfig) -> Any:
+def frame(tiny_model, small_config):
     return profile_memory(tiny_model, LENGTHS, small_config)
 
 
-def test_what_is_kept_is_counted_to_the_byte(frame: Any, small_config: PrefillConfig) -> None:
+def test_what_is_kept_is_counted_to_the_byte(frame, small_config):
     assert frame.seq_length.tolist() == LENGTHS
     for row in frame.to_dict(orient="records"):
         # Two layers of two KV heads of 16 dims in fp32; scores fp32, memory sets int32.
@@ -107,8 +92,8 @@ def test_what_is_kept_is_counted_to_the_byte(frame: Any, small_config: PrefillCo
     assert frame.dense_peak_bytes.is_monotonic_increasing
 
 
-def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
-    def call() -> torch.Tensor:
+def test_peak_bytes_counts_what_is_held_at_a_time():
+    def call():
         first = torch.empty(1000, dtype=torch.float32)
         second = torch.empty(500, dtype=torch.float32)
         del first
@@ -117,12 +102,12 @@ def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
     assert peak_bytes(call) == pytest.approx(6000, abs=200)
 
 
-def test_short_prompts_have_no_state(tiny_model: Any, small_config: PrefillConfig) -> None:
+def test_short_prompts_have_no_state(tiny_model, small_config):
     assert profile_memory(tiny_model, [15], small_config).state_bytes.tolist() == [0]
 
 
-def test_progress_and_the_model_as_it_was(tiny_model: Any, small_config: PrefillConfig) -> None:
-    steps: list[tuple[int, int, str]] = []
+def test_progress_and_the_model_as_it_was(tiny_model, small_config):
+    steps = []
     tiny_model.train()
     profile_memory(tiny_model, [16, 32], small_config, on_progress=lambda *step: steps.append(step))
     assert [step[:2] for step in steps] == [(done, 4) for done in range(5)]
@@ -130,36 +115,21 @@ def test_progress_and_the_model_as_it_was(tiny_model: Any, small_config: Prefill
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
 
 
-def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path: Path) -> None:
-    figure = plot_memory_profile(frame, tmp_path / "m.png", "a title")
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    (whole,) = figure.axes
-    tops: dict[float, float] = {}
+def test_figures_show_the_tables(frame, tiny_model, small_config, tmp_path):
+    (whole,) = plot_memory_profile(frame, tmp_path / "m.png", "a title").axes
+    tops = {}
     for bar in whole.patches:
         middle = round(bar.get_x() + bar.get_width() / 2, 2)
         # Each part begins where the one below it ends.
         assert bar.get_y() == pytest.approx(tops.get(middle, 0))
         tops[middle] = bar.get_y() + bar.get_height()
-    heights = [tops[middle] for middle in sorted(tops)]
     peaks = frame[["dense_peak_bytes", "sparse_peak_bytes"]].to_numpy().flatten() / 1e6
-    assert heights == pytest.approx(peaks.tolist())
-    share = 100 * frame.state_bytes.iloc[-1] / frame.kv_cache_bytes.iloc[-1]
-    assert f"add {share:.1f} % to the KV cache of 96 tokens" in figure.get_suptitle()
-    assert [tick.get_text() for tick in whole.get_xticklabels()] == ["16", "48", "96"]
+    assert [tops[middle] for middle in sorted(tops)] == pytest.approx(peaks.tolist())
 
-
-def test_the_figure_of_throughput(
-    tiny_model: Any, small_config: PrefillConfig, tmp_path: Path
-) -> None:
     frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
-    figure = plot_throughput(frame, tmp_path / "t.png", "a title")
-    rate, ratio = figure.axes
+    rate, ratio = plot_throughput(frame, tmp_path / "t.png", "a title").axes
     for line, name in zip(rate.lines, ("dense", "sparse"), strict=True):
         assert line.get_label() == name
         assert list(line.get_ydata()) == frame[f"{name}_tokens_per_second"].tolist()
     (errors,) = ratio.containers
     assert list(errors.lines[0].get_ydata()) == frame.speedup.tolist()
-    (bars,) = errors.lines[2]
-    ends = [end[1] for segment in bars.get_segments() for end in segment]
-    expected = frame[["speedup_min", "speedup_max"]].to_numpy().flatten().tolist()
-    assert ends == pytest.approx(expected)

@@ -2,10 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +12,18 @@ from h2o_prefill.generation import load_model, models
 
 
 @pytest.fixture
-def model_folder(tiny: ModuleType, tmp_path: Path) -> Path:
+def model_folder(tiny, tmp_path):
     return Path(tiny.save_model(tmp_path))
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_a_folder_gives_a_dense_model_in_eval_mode(
-    tiny: ModuleType, model_folder: Path, dtype: str | torch.dtype
-) -> None:
+def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder, dtype):
     model, tokenizer = load_model(str(model_folder), dtype)
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "sdpa"
@@ -36,7 +31,7 @@ def test_a_folder_gives_a_dense_model_in_eval_mode(
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
-def test_yarn_takes_longer_prompts_by_other_positions(model_folder: Path) -> None:
+def test_yarn_takes_longer_prompts_by_other_positions(model_folder):
     model, _ = load_model(f"{model_folder},yarn=2")
     assert model.config.max_position_embeddings == 1024
     plain = load_model(str(model_folder))[0].model.rotary_emb.inv_freq
@@ -51,9 +46,7 @@ def test_yarn_takes_longer_prompts_by_other_positions(model_folder: Path) -> Non
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_is_no_model_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     for dtype in ("float64", "int8", torch.int32):
         with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
             load_model("anything", dtype)
@@ -74,7 +67,7 @@ def test_what_is_no_model_is_refused_at_once(
     assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
 
 
-def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_dir_order(monkeypatch, tmp_path):
     monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "own"
@@ -85,13 +78,13 @@ def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert cache_dir() == tmp_path / ".cache" / "h2o_prefill"
 
 
-def _refused(folder: Path, message: str) -> None:
+def _refused(folder, message):
     with pytest.raises(ValueError, match=message) as raised:
         load_model(str(folder))
     assert "\n" not in str(raised.value)
 
 
-def _with_config(**changes: object) -> Callable[[bytes], bytes]:
+def _with_config(**changes):
     return lambda config: json.dumps({**json.loads(config), **changes}).encode()
 
 
@@ -117,7 +110,7 @@ def _with_config(**changes: object) -> Callable[[bytes], bytes]:
         ("config.json", _with_config(model_type="abacus"), "cannot load '.*abacus"),
     ],
 )
-def test_broken_files(model_folder: Path, name: str, change: Any, message: str) -> None:
+def test_broken_files(model_folder, name, change, message):
     file = model_folder / name
     if change is None:
         file.unlink()
@@ -126,7 +119,7 @@ def test_broken_files(model_folder: Path, name: str, change: Any, message: str) 
     _refused(model_folder, message)
 
 
-def _write_gguf(file: Path, architecture: str) -> Path:
+def _write_gguf(file, architecture):
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     writer = gguf.GGUFWriter(file, architecture)
@@ -140,7 +133,7 @@ def _write_gguf(file: Path, architecture: str) -> Path:
 
 
 @pytest.mark.parametrize("size", [0, 3, 30, 2000])
-def test_a_cut_gguf_file(tmp_path: Path, cache: Path, size: int) -> None:
+def test_a_cut_gguf_file(tmp_path, cache, size):
     file = _write_gguf(tmp_path / "model.gguf", "llama")
     file.write_bytes(file.read_bytes()[:size])
     _refused(file, r"cannot read '.*model\.gguf', incomplete download")
@@ -148,6 +141,6 @@ def test_a_cut_gguf_file(tmp_path: Path, cache: Path, size: int) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_whole_gguf_file_that_transformers_cannot_read(tmp_path: Path) -> None:
+def test_a_whole_gguf_file_that_transformers_cannot_read(tmp_path):
     file = _write_gguf(tmp_path / "model.gguf", "perceptron")
     _refused(file, r"model\.gguf', .*\(.*perceptron")

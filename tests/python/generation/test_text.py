@@ -4,8 +4,6 @@ import hashlib
 import logging
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from h2o_prefill.generation import hub, load_text
 from h2o_prefill.generation.text import encode
 
 
-def test_pydoc_is_there_and_stable() -> None:
+def test_pydoc_is_there_and_stable():
     corpus = load_text("pydoc")
     assert corpus == load_text("pydoc")
     assert corpus.source == "pydoc_data.topics"
@@ -21,9 +19,7 @@ def test_pydoc_is_there_and_stable() -> None:
     assert 300_000 < len(corpus.text) < 900_000
 
 
-def test_a_file_is_taken_as_it_is_and_the_variable_names_wikitext2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_taken_as_it_is_and_the_variable_names_wikitext2(tmp_path, monkeypatch):
     path = tmp_path / "some.txt"
     path.write_text(" = Title = \n\nwörds\n", encoding="utf-8")
     source = f"some.txt sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -39,7 +35,7 @@ def test_a_file_is_taken_as_it_is_and_the_variable_names_wikitext2(
         assert load_text(dataset, tmp_path / "other.txt").text == "a file that is given wins"
 
 
-def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_text_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"dataset must be one of .*got 'c4'"):
         load_text("c4")
     for content, message in (
@@ -60,9 +56,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("offline")
-def test_without_a_network_the_ways_out_are_named_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_network_the_ways_out_are_named_at_once(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
@@ -76,13 +70,13 @@ def test_without_a_network_the_ways_out_are_named_at_once(
         load_text("wikitext2")
 
 
-def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
     monkeypatch.setattr(hub, "hub_is_reachable", lambda: True)
-    asked: list[Any] = []
+    asked = []
 
-    def load_dataset(*args: Any, **kwargs: Any) -> dict[str, list[str]]:
+    def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
         return {"text": ["", " = Title = \n", " words\n"]}
 
@@ -93,9 +87,7 @@ def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch: pytest.MonkeyPatch
     assert corpus.source == "Salesforce/wikitext/wikitext-2-raw-v1/test"
 
 
-def test_a_text_is_tokenised_as_a_whole_without_a_warning(
-    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_is_tokenised_as_a_whole_without_a_warning(tiny_tokenizer, caplog):
     logging.getLogger("transformers").propagate = True
     text = "abc" * 100
     tokens = encode(tiny_tokenizer, text)

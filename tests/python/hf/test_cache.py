@@ -1,7 +1,5 @@
 """ChunkedPrefillCache: calls that go on, and every operation that a cache must survive."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -10,7 +8,6 @@ import pytest
 import torch
 from hf_helpers import (
     EXACT,
-    GREEDY,
     RECALL,
     SPARSE,
     assert_close,
@@ -22,7 +19,7 @@ from hf_helpers import (
 from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import enable
 from h2o_prefill.state import PrefillState
 
 SPARSE = {**SPARSE, "min_prefill": 2}
@@ -164,34 +161,6 @@ def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):
     assert torch.equal(ours, in_calls(llama, DynamicCache(config=llama.config), ids, (30, 1, 41)))
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [("llama", new_cache), ("llama", lambda model: ChunkedPrefillCache()), ("gemma3", new_cache)],
-)
-@pytest.mark.parametrize("past", [0, 32])
-def test_a_failed_forward_leaves_the_cache_as_it_was(build, ids, name, make, past):
-    model = build(name)
-    with enable(model, **RECALL):
-        cache, other = make(model), make(model)
-        if past:
-            model(ids[:, :past], past_key_values=cache)
-            model(ids[:, :past], past_key_values=other)
-        layers, before = len(cache), copy.deepcopy(cache)
-        with failing(model.model.norm):
-            model(ids[:, past:], past_key_values=cache)
-        assert len(cache) == layers and cache.get_seq_length() == past
-        for ours, old in zip(cache.layers if past else (), before.layers, strict=past > 0):
-            assert torch.equal(ours.keys, old.keys) and torch.equal(ours.values, old.values)
-            state = getattr(ours, "state", None)
-            assert state is None or torch.equal(state.scores, old.state.scores)
-            assert state is None or state.length == past
-        assert past == 0 or torch.equal(cache.token_ids, before.token_ids)
-        ours, expected = (
-            model(ids[:, past:], past_key_values=each).logits for each in (cache, other)
-        )
-        assert torch.equal(ours, expected)
-
-
 def test_an_interrupt_inside_the_forward_is_cleaned_up(llama, ids):
     """Torch does not call closing hooks after one: the next call does it, or `disable`."""
     block = llama.model.layers[1].mlp
@@ -220,20 +189,6 @@ def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llam
             llama(ids[:, 40:], past_key_values=cache)
         cache.reset()
         assert_close(llama(ids, past_key_values=cache).logits, llama(ids).logits)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("kind", ["none", "static"])
-def test_inference_mode_gives_what_no_grad_gives(build, ids, name, kind):
-    model = build(name)
-
-    def generate(mode):
-        options = {} if kind == "none" else {"cache_implementation": kind}
-        with mode():
-            return model.generate(ids, **options, **GREEDY)
-
-    with enable(model, **SPARSE):
-        assert torch.equal(generate(torch.inference_mode), generate(torch.no_grad))
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -148,19 +148,6 @@ def test_calls_without_a_cache(llama, ids, make_ids, call, how):
         assert_close(one, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["ours", "static"])
-def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
-    with enable(llama, **SPARSE):
-        logits = []
-        for model in (llama, compiled(llama)):
-            filled = CACHES[cache](llama)
-            model(prompt[:, :40], past_key_values=filled)
-            more = prompt[:, 40:80]
-            logits.append(model(more, past_key_values=filled, logits_to_keep=6).logits)
-    assert_close(*logits)
-
-
 @pytest.mark.parametrize(
     ("name", "cache", "graphs"),
     [

@@ -11,8 +11,6 @@ from hf_helpers import (
     assert_close,
     assert_close_under_autocast,
     assert_dense,
-    in_calls,
-    new_cache,
 )
 
 from h2o_prefill import PrefillConfig, enable
@@ -65,22 +63,6 @@ def test_settings_that_make_calls_and_layers_dense(llama, ids, sparse_layers, se
     assert sparse_layers == [72] * layers
     if layers == 0:
         assert_close(ours, stock)
-
-
-def test_wide_layers_have_their_own_sizes(llama, ids):
-    """All layers wide is larger sizes for all; one wide layer has a larger memory set."""
-    larger = {name: 3 * SPARSE[name] for name in ("local_window", "heavy_budget")}
-    with enable(llama, **{**SPARSE, **larger}):
-        expected = llama(ids).logits
-    with enable(llama, wide="0x3+1x3", **SPARSE):
-        assert torch.equal(llama(ids).logits, expected)
-    with enable(llama, wide="1x3", **SPARSE) as handle:
-        cache = new_cache(llama)
-        one_call = llama(ids).logits
-        assert_close(in_calls(llama, cache, ids, [32, 40]), one_call)
-        size = handle.config.memory_size  # errors widen no set of the first layer
-    assert not torch.equal(one_call, expected)
-    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size // 24, size]
 
 
 def with_a_4d_mask(model, ids, monkeypatch):

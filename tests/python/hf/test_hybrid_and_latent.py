@@ -90,20 +90,6 @@ def test_calls_of_one_prompt_equal_one_call(model, prompt, sparse_layers):
     assert sorted(set(sparse_layers)) == [32, 40, TOKENS]
 
 
-@all_models
-def test_generating_with_room_for_everything_equals_stock(model, prompt, sparse_layers):
-    arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    stock = model.generate(prompt, **arguments)
-    with enable(model, **EXACT):
-        assert torch.equal(model.generate(prompt, **arguments), stock)
-        cache = new_cache(model)
-        calls = model.generate(prompt, past_key_values=cache, prefill_chunk_size=32, **arguments)
-        with torch.inference_mode():
-            assert torch.equal(model.generate(prompt, **arguments), stock)
-    assert torch.equal(calls, stock)
-    assert sorted(set(sparse_layers)) == [32, TOKENS]
-
-
 @recurrent
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copied_cache_goes_on_alike(model, prompt, how):

@@ -81,27 +81,20 @@ def scan_like_mamba(x, dt, a, b, c, states):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", ["mamba2_chunk_scan", "mamba2_selective_state_update"])
-def test_the_scan_and_the_step_of_mamba_2_are_the_operator(groups, name):
+def test_the_scan_of_mamba_2_is_the_operator(groups):
     mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    if not hasattr(mamba2, name):
-        pytest.skip(f"this transformers has no {name}")
-    function, is_scan = getattr(mamba2, name), name == "mamba2_chunk_scan"
+    if not hasattr(mamba2, "mamba2_chunk_scan"):
+        pytest.skip("this transformers has no mamba2_chunk_scan")
     torch.manual_seed(0)
     states = torch.randn(BATCH, HEADS, DIM, STATE)
-    for length in (37, 1) if is_scan else (1, 1):
+    for length in (37, 1):
         x = torch.randn(BATCH, length, HEADS, DIM)
         b, c = torch.randn(2, BATCH, length, groups, STATE)
         dt = torch.nn.functional.softplus(torch.randn(BATCH, length, HEADS))
         a = -torch.rand(HEADS) * 4
         out, after = scan_like_mamba(x, dt, a, b, c, states)
-        if is_scan:
-            expected, states = function(
-                x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
-            )
-        else:  # Changes the states in place.
-            wide = a[:, None, None].expand(-1, DIM, STATE)
-            step = dt[:, 0, :, None].expand(-1, -1, DIM)
-            expected = function(states, x[:, 0], step, wide, b[:, 0], c[:, 0])[:, None]
+        expected, states = mamba2.mamba2_chunk_scan(
+            x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
+        )
         assert_close(out, expected)
         assert_close(after, states)

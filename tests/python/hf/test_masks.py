@@ -40,14 +40,6 @@ def test_a_decoder_that_is_causal_by_its_mask(make_ids, name, changes, encoded):
     assert_as_stock(model, input_ids=make_ids(1, encoded), decoder_input_ids=make_ids(1, 72, 5))
 
 
-@pytest.mark.parametrize("name", ["Gemma", "Gemma2"])
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_attention_that_may_be_bidirectional(make_ids, name, bidirectional):
-    model = make(f"{name}ForCausalLM", use_bidirectional_attention=bidirectional)
-    model.set_attn_implementation("eager")
-    assert_as_stock(model, input_ids=make_ids(1, 72))
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("image_keys", [72, 50])
 @pytest.mark.parametrize("masked", [True, False])

@@ -199,24 +199,6 @@ def test_a_batch_of_nothing_but_padding_is_dense(llama, make_ids, sparse_layers)
     assert sparse_layers == []
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", SIDES)
-def test_rows_of_up_to_one_chunk_are_dense_as_before(
-    build, make_batch, sparse_layers, implementation, side
-):
-    """The call is longer than a chunk with padding on both sides, no row is."""
-    model, batch, masks = build("llama", implementation), make_batch(side, (16, 9, 12)), []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _module, _args, arguments: masks.append(arguments["attention_mask"]),
-        with_kwargs=True,
-    )
-    stock = model(**batch.arguments).logits
-    with enable(model, strict=True, **H2O):
-        ours = model(**batch.arguments).logits
-    assert torch.equal(ours, stock) and torch.equal(*masks)
-    assert sparse_layers == []
-
-
 @pytest.mark.parametrize("order", [(50, 50, 72), (50, 72, 50)], ids=["neighbours", "apart"])
 def test_rows_in_the_same_place_go_together(llama, make_batch, monkeypatch, order):
     batch = make_batch("left", order)

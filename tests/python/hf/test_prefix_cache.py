@@ -1,7 +1,5 @@
 """A prompt that begins as a stored one gives what it gives without the store."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -219,7 +217,7 @@ def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, settings):
         cache = kept(llama)
         in_chunks(llama, cache, ids)
         assert [cache.checkpoint_before(n) for n in (15, 16, 31, 50, 99, 100)] == [
-            *(0, 16, 16, 48, 96, 100),
+            *(0, 16, 16, 48, 96, 100)
         ]
         llama(ids[:, :1], past_key_values=cache)  # a decoded token
         assert cache.checkpoint_before(101) == 101 and cache.checkpoint_before(99) == 96
@@ -269,23 +267,6 @@ def test_a_tree_of_prompts_shares_chunks(llama, make_ids, seed):
             prefixes.add(cache)
             reused += found
     assert reused > 100
-
-
-def test_the_same_document_with_another_question(llama, make_ids):
-    document, questions = make_ids(1, 120), make_ids(2, 12)
-    prompts = [torch.cat([document, q[None]], dim=1) for q in questions]
-    prefixes = PrefixCache(ROOM)
-    with enable(llama, CHUNKS):
-        cache, _ = prefixes.prefill(llama, prompts[0])
-        llama.generate(prompts[0], past_key_values=cache, **GREEDY)
-        prefixes.add(cache)
-        before = prefixes.nbytes
-        assert prefixes.prefill(llama, prompts[0])[1] == 128  # its last chunk is left
-        cache, reused = prefixes.prefill(llama, prompts[1])
-        assert reused == 112
-        llama.generate(prompts[1], past_key_values=cache, **GREEDY)
-        prefixes.add(cache)
-        assert prefixes.nbytes < 1.4 * before  # one document, two ends
 
 
 @pytest.mark.parametrize("settings", ["min_prefill=40", "min_prefill=64", "exact"])

@@ -51,17 +51,6 @@ def test_the_text_of_tokens_has_neither_case_nor_spaces():
     assert token_text(LETTERS) is table
 
 
-def test_what_is_recalled_is_seen(llama, text):
-    """Recall of everything equals dense attention."""
-    stock = llama(text).logits
-    ids = torch.full_like(text, 7)
-    constant = llama(ids).logits
-    everything = SPARSE.replace(recall=72, recall_block=16, recall_suffix=1, recall_max_count=99)
-    with enable(llama, everything):
-        assert_close(llama(ids).logits, constant)
-        assert not torch.allclose(llama(text).logits, stock, atol=1e-3)
-
-
 def test_later_calls_search_the_whole_prompt(llama, text, searches):
     with enable(llama, RECALL):
         whole = llama(text).logits

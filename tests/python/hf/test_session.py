@@ -1,11 +1,9 @@
 """Session files: a prompt goes on as if it had never been saved; a damaged file is one line."""
 
-import errno
 import functools
 import json
 import os
 import pickle
-import resource
 import warnings
 
 import pytest
@@ -191,32 +189,6 @@ def test_caches_without_a_session(llama, make_ids, path):
             cache.save(path.with_name("pipe"))
         with pytest.raises(ValueError, match="is a folder"):
             cache.save(path.parent)
-        with pytest.raises(ValueError, match="a path must have no null byte"):
-            cache.save(f"{path}\0more")
-        with pytest.raises(FileNotFoundError, match=r"cannot write .*: No such file") as caught:
-            cache.save(path.with_name("none") / "file")
-        assert caught.value.errno == errno.ENOENT
-        path.with_name("opened").touch()
-        assert path.stat().st_mode == path.with_name("opened").stat().st_mode
-        assert len(list(path.parent.iterdir())) == 3
-
-
-def test_a_write_that_fails_leaves_the_file_as_it_was(llama, ids, path):
-    with enable(llama, **RECALL):
-        whole = saved_prompt(llama, ids, path).save(path) or path.read_bytes()
-        cache = new_cache(llama)
-        in_calls(llama, cache, ids, (ids.shape[1],))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        for size in (0, 100, len(whole) // 2):
-            # As on a full disk. Nothing else is written meanwhile.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            try:
-                with pytest.raises(OSError, match=r"cannot write .*: File too large$") as caught:
-                    cache.save(path)
-                assert caught.value.errno == errno.EFBIG
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert path.read_bytes() == whole and list(path.parent.iterdir()) == [path]
 
 
 def test_other_settings_are_refused(llama, ids, path):
@@ -350,21 +322,15 @@ def test_active_adapters_are_a_part_of_a_cache(adapted, ids, path, inner):
             check_refused()
         assert is_known()
         assert ChunkedPrefillCache.load(path, model).get_seq_length() == sum(CALLS)
+        attention = adapted.base_model.model.model.layers[0].self_attn
+        attention.k_proj.lora_A["one"].weight.data.mul_(2)
+        check_refused()
+        attention.k_proj.lora_A["one"].weight.data.div_(2)
+        assert is_known()
         adapted.base_model.merge_adapter()
         assert not is_known()
         with pytest.raises(ValueError, match=r"of this model: weights must be"):
             ChunkedPrefillCache.load(path, model)
-
-
-def test_the_weights_of_adapters_are_a_part_of_a_cache(adapted, ids, path):
-    with enable(adapted, **SPARSE):
-        cache = saved_prompt(adapted, ids, path)
-        attention = adapted.base_model.model.model.layers[0].self_attn
-        attention.k_proj.lora_A["one"].weight.data.mul_(2)
-        with pytest.raises(ValueError, match=r"adapters must be one:\w+, got one:"):
-            ChunkedPrefillCache.load(path, adapted)
-        with pytest.raises(ValueError, match="whose active adapters, or their weights"):
-            cache.save(path)
 
 
 def test_an_offloaded_model_has_a_session(build, llama, ids, path):
@@ -482,7 +448,7 @@ def with_value(value, *where):
 
 
 FIRST, LAST, ENDLESS = (0, 0, 0), (0, 0, -1), torch.zeros(0, 1 << 40)
-NO_END = [lambda x: ENDLESS, lambda x: torch.zeros(1 << 20, dtype=torch.int64)]
+NO_END = [lambda x: ENDLESS]
 HEADS = [lambda x: x[:, :1], lambda x: x[0], lambda x: torch.cat([x, x])]
 LAYER = [*HEADS, lambda x: x[..., 1:]]
 TENSORS = {
@@ -495,10 +461,9 @@ TENSORS = {
     "layers.1.memory": [with_value(72, *LAST), with_value(-2, *LAST)],
     "layers.0.errors": [*LAYER, with_value(torch.inf, *FIRST), lambda x: x.double(), None],
     "layers.1.errors": [
-        *(with_value(x, 0, 1, 0) for x in (-1, 0.5, 7, 1e38, torch.nan)),
-        *(with_value(x, 0, 1, 1) for x in (-1e-6, torch.nan)),
-        *(with_value(x, 0, 1, 2) for x in (-1, 0.5, 1e9, torch.nan)),
-        *(with_value(x, 0, 1, 3) for x in (-1, 1e9)),
+        with_value(value, 0, 1, field)
+        for field, values in enumerate(((-1, 0.5, 7, 1e38), (-1e-6,), (-1, 0.5, 1e9), (-1, 1e9)))
+        for value in (*values, torch.nan)
     ],
     "layers.2.key": [lambda x: torch.zeros(1)],
     "": [lambda x: torch.zeros(1)],

@@ -132,23 +132,6 @@ def without_masks(monkeypatch):
     monkeypatch.setattr(masks, "_previous_mask_function", lambda *_: refuse)
 
 
-# Models of other logits than the operators make by default.
-WITH_LOGITS = {"gemma2": {"attn_logit_softcapping": 0.5}, "gpt-oss": {}}
-
-
-@pytest.fixture
-def cut(build, request):
-    """A model whose window cuts the prompt."""
-    name, implementation = request.param
-    if name in MODELS:
-        return windowed(build, name, CUT, implementation)
-    return build(name, implementation, sliding_window=CUT, **WITH_LOGITS[name])
-
-
-CUT_MODELS = [*EVERY_MODEL, *((name, "eager") for name in WITH_LOGITS)]
-SLIDING = [model for model in CUT_MODELS if model[0] != "llama4"]
-
-
 def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
     build, prompt, window_calls
 ):
@@ -159,27 +142,16 @@ def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
     assert window_calls == [(20, kept + 20, CUT), (7, kept + 7, CUT)]
 
 
-@pytest.mark.parametrize("cut", SLIDING, indirect=True, ids="-".join)
-def test_a_static_cache_needs_no_mask_of_a_window(cut, prompt, window_calls):
-    """In the model, in `generate`, which makes masks before the forward, and in a second turn."""
-    static = lambda: StaticCache(config=cut.config, max_cache_len=90)  # noqa: E731
-    stock, turns = cut(prompt).logits, (20, 1, 14, 5)
-    text = cut.generate(prompt[:, :35], pad_token_id=0, **GREEDY)
-    longer = torch.cat([text, prompt[:, 20:]], dim=1)
-    expected = cut.generate(longer, pad_token_id=0, **GREEDY)
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_a_static_cache_needs_no_mask_of_a_window(build, prompt, window_calls, name):
+    """test_matrix.py compares what every model computes and generates with one."""
+    model = windowed(build, name, CUT)
+    stock, cache = model(prompt).logits, StaticCache(config=model.config, max_cache_len=90)
     warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
-    with enable(cut, **{**EXACT, "min_prefill": 64}):
-        assert_close(in_calls(cut, static(), prompt, turns), stock)
-        cache = static()
-        first = cut.generate(prompt[:, :35], past_key_values=cache, pad_token_id=0, **GREEDY)
-        assert torch.equal(first, text)
-        assert torch.equal(
-            cut.generate(longer, past_key_values=cache, pad_token_id=0, **GREEDY), expected
-        )
-    new = longer.shape[1] - text.shape[1] + 1
-    sizes = [(20, 20), (14, 25), (5, 16), (35, 35), (new, new + CUT - 1)]
-    layers = len(window_calls) // len(sizes)
-    assert window_calls == [(*size, CUT) for size in sizes for _ in range(layers)] != []
+    with enable(model, **{**EXACT, "min_prefill": 64}):
+        assert_close(in_calls(model, cache, prompt, (20, 1, 14, 5)), stock)
+    sizes = [(20, 20, CUT), (14, 25, CUT), (5, 16, CUT)]
+    assert window_calls == [size for size in sizes for _ in range(MODELS[name][3])]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -79,23 +79,6 @@ def test_histories_and_calls_of_several_steps(device, dtype, rows, past):
     check("dense_attention", *make_qkv(Shape(1, 2, 1, rows, 32, 24), dtype, device, past=past))
 
 
-# From the row counts that PyTorch takes over to the packed kernels'.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("rows", [2, 7, 8, 15, 16, 63, 64])
-def test_row_counts(device, dtype, heads, rows):
-    check("dense_attention", *make_qkv(Shape(1, *heads, rows, 40, 72), dtype, device, past=150))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scale", [0.9, 0.0, -0.5])
-@pytest.mark.parametrize(("rows", "past"), [(1, 20), (3, 0), (100, 20)])
-def test_scale_is_used(device, dtype, scale, rows, past):
-    check(
-        "dense_attention", *make_qkv(Shape(1, 4, 2, rows, 32, 32), dtype, device, past=past), scale
-    )
-
-
 @pytest.mark.parametrize("rows", [3, 100])
 def test_a_nan_in_a_key_reaches_the_rows_that_see_it(device, rows):
     q, k, v = make_qkv(Shape(1, 2, 1, rows, 16, 16), device=device, past=1500)
@@ -123,32 +106,12 @@ def test_a_value_that_is_not_finite_reaches_its_tile_alone(device, dtype, value)
         assert not finite[seeing][: last + 1 - at].any()
 
 
-# Shorter than a vector of keys, at its end, at the end of a panel and of a block of rows, longer
-# than the history. A panel has up to 32 keys; single words and pairs of it are told apart.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("window", [1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 150, 299, 300, 301, 2**62])
-def test_windows(device, dtype, window):
-    qkv = make_qkv(Shape(1, 2, 1, 230, 16, 24), dtype, device, past=70)
-    check("sliding_window_attention", *qkv, window)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [100, STEP, STEP + 1, 2 * STEP + 1, 4000])
 @pytest.mark.parametrize(("rows", "past"), [(STEP + 70, 3000), (3, 5000), (2 * STEP + 1, 0)])
 def test_windows_of_several_steps(device, dtype, window, rows, past):
     qkv = make_qkv(Shape(1, 2, 1, rows, 16, 24), dtype, device, past=past)
     check("sliding_window_attention", *qkv, window)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("sinks", [None, (-2.0, 0.0, 2.0, 9.0)])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("window", [9, 3000])
-def test_sinks_softcap_and_scale_in_a_window(device, dtype, sinks, softcap, window):
-    """Sinks count once, and in lse."""
-    q, k, v = make_qkv(Shape(1, 4, 2, 90, 16, 24), dtype, device, past=2500)
-    options = {"sinks": None if sinks is None else torch.tensor(sinks, device=device)}
-    check("sliding_window_attention", q, k, v, window, scale=-0.4, softcap=softcap, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,36 +125,6 @@ def test_the_end_of_the_history_suffices_for_a_window(device, dtype):
         torch.testing.assert_close(x, y, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-6)
     k[:, :, : kept.start], v[:, :, : kept.start] = float("nan"), float("nan")
     assert ops.sliding_window_attention(q, k, v, 100)[0].isfinite().all()
-
-
-SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,min_prefill=2"
-CALLS = (40, 30, 1, 9, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("window", [30, 55])
-def test_calls_in_place_in_a_window(device, dtype, window):
-    """Exact from the first call on that the window does not hold; sparse before, as without it."""
-    q, k, v = make_qkv(Shape(1, 4, 2, sum(CALLS), 16, 24), dtype, device)
-    buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
-    buffers.append(torch.full((1, 2, 8), -1, dtype=torch.int32, device=device))
-    position, begin = torch.zeros(2, dtype=torch.int64), 0
-    for rows in CALLS:
-        end = begin + rows
-        new = [x[:, :, begin:end] for x in (q, k, v)]
-        place = (*buffers, position, None, None, None, 0, SETTINGS)
-        out = ops.prefill_attention_(*new, *place, window=window)
-        if end <= window:
-            args = (*new, None, None, None, None, None, 0, SETTINGS)
-            expected = ops.chunked_sparse_attention(*args)[0]
-        else:
-            expected, _ = ops.sliding_window_attention(new[0], k[:, :, :end], v[:, :, :end], window)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-        assert buffers[2][..., begin:end].any() == (end <= window)
-        ops.advance_position_(position, rows, SETTINGS)
-        begin = end
-    with pytest.raises(ValueError, match="window must be >= 1, got 0"):
-        ops.prefill_attention_(*new, *place, window=0)
 
 
 LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
@@ -223,13 +156,6 @@ def test_a_nan_is_not_swallowed(device):
     out, _, _ = ops.intra_chunk_attention(q, k, v, 8)
     assert out[0, 0, 3].isnan().all()
     assert out[0, 0, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 31, 32, 33, 200])
-def test_memory_sizes(device, size):
-    shape = Shape(1, 4, 4, 20, 32, 32)
-    indices = make_indices(shape, 30, size, device)
-    check("memory_attention", *make_qkv(shape, device=device, past=10), indices)
 
 
 def call_with(name, *more, past=5):
@@ -267,12 +193,6 @@ def two_parts(dtype, device, layout="transposed"):
     out_a, out_b, _ = make_qkv(Shape(2, 4, 4, 37, 24, 24), dtype, device, layout)
     lse = torch.randn(2, 4, 37, dtype=torch.promote_types(dtype, torch.float32), device=device)
     return out_a, lse, out_b, lse.flip(2)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
-def test_merged_states_agree_with_the_oracle(device, dtype, layout):
-    check("merge_states", *two_parts(dtype, device, layout))
 
 
 @pytest.mark.parametrize("merge", [ops.merge_states, oracle.merge_states])

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from op_testing import DTYPES, Shape, compare_with_oracle, make_qkv, recall_text
+from op_testing import DTYPES, Shape, compare_with_oracle, make_qkv
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
@@ -33,18 +33,6 @@ check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunke
 def test_agrees_with_the_oracle(device, dtype, case):
     q, k, v = make_qkv(Shape(2, 6, 2, 150, 32, 48), dtype, device)
     check(q, k, v, *NO_STATE, 0, SETTINGS, **logit_options(case, 6, device))
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", ["dense_tail=40", "gqa_reduce=max"])
-def test_options_and_recall(device, dtype, options, case):
-    q, k, v = make_qkv(Shape(1, 4, 2, 105, 16, 16), dtype, device, past=45)
-    ids = torch.randint(0, 20, (1, 150), generator=torch.Generator().manual_seed(1))
-    lists = [x.to(device) for x in ops.lexical_recall(ids, 45, recall_text(S, 8, 2))]
-    settings = f"{SETTINGS},recall_block=8,{options}"
-    logits = logit_options(case, 4, device)
-    check(q, k, v, None, None, *lists, 0, settings, scale=-0.4, **logits)
 
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0, 1e4])

@@ -18,7 +18,7 @@ from ptxas_report import BUDGET
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ptxas_report.ARCHS)
-def test_kernels_compile_within_their_registers(arch: str) -> None:
+def test_kernels_compile_within_their_registers(arch):
     nvcc = ptxas_report.find_nvcc()
     if nvcc is None:
         pytest.skip("needs nvcc: set CUDA_HOME to a CUDA toolkit")
@@ -44,7 +44,7 @@ def test_kernels_compile_within_their_registers(arch: str) -> None:
     assert not above, f"more registers than in {BUDGET.name}"
 
 
-def test_every_source_is_in_the_build() -> None:
+def test_every_source_is_in_the_build():
     listed = (ptxas_report.CSRC / "sources.cmake").read_text(encoding="utf-8")
     folder = ptxas_report.CSRC / "kernels" / "cuda"
     found = [f"kernels/cuda/{file.name}" for file in folder.iterdir()]

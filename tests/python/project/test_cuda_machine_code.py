@@ -22,7 +22,7 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 REGISTERS = {"USETMAXREG.DEALLOC": 56, "USETMAXREG.TRY_ALLOC": 224}
 
 
-def find_cuobjdump() -> str | None:
+def find_cuobjdump():
     """Return the disassembler, Triton's where no toolkit has one."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     triton = importlib.util.find_spec("triton")
@@ -31,7 +31,7 @@ def find_cuobjdump() -> str | None:
     return found
 
 
-def instructions(source: str, folder: Path) -> dict[str, str]:
+def instructions(source, folder):
     """Compile a file of kernels for sm_90a; return the instructions of each kernel."""
     nvcc, cuobjdump = ptxas_report.find_nvcc(), find_cuobjdump()
     if nvcc is None or cuobjdump is None:
@@ -49,7 +49,7 @@ def instructions(source: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_exponentials_overlap_the_products_and_warps_wait_in_one_place(tmp_path: Path) -> None:
+def test_exponentials_overlap_the_products_and_warps_wait_in_one_place(tmp_path):
     kernels = instructions("attend_forward_sm90.cu", tmp_path)
     assert kernels
     for name, text in kernels.items():
@@ -62,7 +62,7 @@ def test_exponentials_overlap_the_products_and_warps_wait_in_one_place(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["attend_forward_sm90.cu", "column_sums_sm90.cu"])
-def test_registers_of_roles_and_of_products_under_way(source: str, tmp_path: Path) -> None:
+def test_registers_of_roles_and_of_products_under_way(source, tmp_path):
     kernels = {n: x for n, x in instructions(source, tmp_path).items() if "sm90_kernel" in n}
     assert kernels
     for name, text in kernels.items():

@@ -16,7 +16,7 @@ FOLDER = BUILD / "tests" / "cpp" / "kernels" / "cuda" / "ptx"
 
 
 @pytest.fixture(scope="module")
-def programs() -> Path:
+def programs():
     """Build the tests; return their folder."""
     root = BUILD.parents[1]
     subprocess.run(["cmake", "--preset", "cpp"], cwd=root, check=True, capture_output=True)
@@ -36,9 +36,7 @@ def programs() -> Path:
         ("cuda_operators", "*.BudgetsOfAHeadAndThoseThatErrorsDouble"),
     ],
 )
-def test_translated_ptx_passes_the_tests_of_the_kernels(
-    programs: Path, program: str, tests: str
-) -> None:
+def test_translated_ptx_passes_the_tests_of_the_kernels(programs, program, tests):
     path = programs / f"ptx_{program}"
     symbols = subprocess.run(["nm", "-C", path], check=True, capture_output=True, text=True).stdout
     # A kernel that was compiled for the host would be a weak symbol, as templates are.

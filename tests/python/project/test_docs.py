@@ -31,21 +31,21 @@ OTHERS = {
 }
 
 
-def reasons() -> list[str]:
+def reasons():
     table = {rule.reason for rule in rules.RULES if isinstance(rule.reason, str)}
     return sorted((table | OTHERS) - {""})
 
 
-def prose(page: Path) -> str:
+def prose(page):
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
-def words(text: str) -> str:
+def words(text):
     return re.sub(r"[`*\s]+", " ", text)
 
 
 @pytest.mark.parametrize("reason", reasons())
-def test_the_faq_has_every_reason_for_dense_attention(reason: str) -> None:
+def test_the_faq_has_every_reason_for_dense_attention(reason):
     # The text after a semicolon is advice already.
     assert words(reason.split(";")[0]) in words((DOCS / "faq.md").read_text())
 
@@ -53,7 +53,7 @@ def test_the_faq_has_every_reason_for_dense_attention(reason: str) -> None:
 @pytest.mark.parametrize(
     "fields", [{"chunk_size": 64, "local_window": 64}, {"local_window": 0, "heavy_budget": 0}]
 )
-def test_the_faq_has_the_advice_on_settings(fields: dict[str, int]) -> None:
+def test_the_faq_has_the_advice_on_settings(fields):
     with pytest.warns(UserWarning, match="memory set") as caught:
         PrefillConfig(**fields)
     faq = words((DOCS / "faq.md").read_text())
@@ -65,7 +65,7 @@ def test_the_faq_has_the_advice_on_settings(fields: dict[str, int]) -> None:
     )
 
 
-def test_the_api_page_has_every_public_name() -> None:
+def test_the_api_page_has_every_public_name():
     page = (DOCS / "api.md").read_text()
     documented = set(re.findall(r"^::: [\w.]*?(\w+)$", page, flags=re.MULTILINE))
     linked = {"PRESETS", "distributed", "reference"}
@@ -74,7 +74,7 @@ def test_the_api_page_has_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_pictures_of_pages_lead_somewhere_in_the_repository(page: Path) -> None:
+def test_links_and_pictures_of_pages_lead_somewhere_in_the_repository(page):
     text = prose(page)
     for target, _, anchor in re.findall(r"\]\(((?!https?:)[^)#\s]*)(#([^)\s]+))?\)", text):
         found = page.parent / target if target else page

@@ -4,19 +4,14 @@ import pytest
 import torch
 
 from h2o_prefill.reference import (
-    apply_rope_global,
     causal_mask,
     finalize_online_softmax,
     fused_chunk_attention,
     init_online_softmax_from_inter,
-    intra_chunk_attention,
-    populate_kv_cache,
-    rope_frequencies,
     update_online_softmax_with_intra,
 )
 
 HEADS, CHUNK, MEMORY, DIM = 2, 6, 5, 8
-FREQUENCIES = rope_frequencies(DIM)
 
 
 def random_qkv(tokens=CHUNK):
@@ -30,37 +25,6 @@ def random_call():
 
 def assert_equal(got, expected, atol=1e-12):
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
-
-
-def test_rope_turns_by_the_absolute_position():
-    q, k, _ = random_qkv(tokens=1)
-    angles = 16 * FREQUENCIES.double()
-    for turned, plain in zip(apply_rope_global(q, k, 1, 16, FREQUENCIES), (q, k), strict=True):
-        pairs = torch.complex(plain[..., : DIM // 2], plain[..., DIM // 2 :])
-        expected = pairs * torch.polar(torch.ones_like(angles), angles)
-        assert_equal(turned, torch.cat([expected.real, expected.imag], dim=-1), atol=1e-6)
-
-
-def test_the_cache_holds_a_chunk_at_its_positions_and_nothing_else():
-    _, k, v = random_qkv(tokens=3)
-    cache = torch.zeros(2, HEADS, 16, DIM, dtype=torch.float64)
-    populate_kv_cache(cache, k, v, chunk_idx=2, chunk_size=4, begin=1)
-    assert torch.equal(cache[:, :, 9:12], torch.stack([k, v]))
-    cache[:, :, 9:12] = 0
-    with pytest.raises(ValueError, match=r"positions must be in \[0, 16\), got \[14, 17\)"):
-        populate_kv_cache(cache, k, v, chunk_idx=2, chunk_size=7)
-    with pytest.raises(ValueError, match=r"at most chunk_size \(2\) tokens, got 3"):
-        populate_kv_cache(cache, k, v, chunk_idx=0, chunk_size=2)
-    assert not cache.any()
-
-
-def test_attention_inside_a_chunk_is_pytorchs():
-    q, k, v = random_qkv()
-    output, weights = intra_chunk_attention(q, k, v, causal_mask(CHUNK))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert_equal(output, expected)
-    assert_equal(weights.sum(-1), torch.ones(HEADS, CHUNK, dtype=q.dtype))
-    assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
 
 
 def fuse(first, first_values, second, second_values):

@@ -7,8 +7,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ PROMPT = [7, *range(1, 120), 7, 8]
 class Served:
     """A server in a thread, with a model whose forwards wait while `gate` is cleared."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_body: Any = None, **limits: Any) -> None:
+    def __init__(self, model, tokenizer, max_body=None, **limits):
         self.model, self.tokenizer, self.forwards, self.pause = model, tokenizer, 0, 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -54,7 +52,7 @@ class Served:
         self.thread.start()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
 
-    def close(self) -> None:
+    def close(self):
         self.gate.set()
         self.server.should_exit = True
         self.thread.join(20)
@@ -63,35 +61,35 @@ class Served:
         self.hook.remove()
         assert self.model.config._attn_implementation == "sdpa"
 
-    def connect(self) -> socket.socket:
+    def connect(self):
         return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])))
 
-    def _wait(self, *_: Any) -> None:
+    def _wait(self, *_):
         self.forwards += 1
         time.sleep(self.pause)
         assert self.gate.wait(30)
 
-    def ask(self, prompt: Any = PROMPT, **options: Any) -> Any:
+    def ask(self, prompt=PROMPT, **options):
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
         return self.client.completions.create(**{**asked, **options})
 
-    def post(self, content: Any, path: str = "completions", **headers: str) -> Any:
+    def post(self, content, path="completions", **headers):
         headers = {"Content-Type": "application/json", **headers}
         if isinstance(content, dict):
             content = json.dumps(content).encode()
         return httpx.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=30)
 
-    def wait_for(self, name: str, value: float) -> None:
+    def wait_for(self, name, value):
         deadline = time.monotonic() + 20
         while (found := read_metrics(self.url)[name]) != value:
             assert time.monotonic() < deadline, f"{name} is {found}"
             time.sleep(0.01)
 
-    def generate(self, settings: str) -> list[int]:
+    def generate(self, settings):
         """Return what the model itself answers to `PROMPT`, its last chunk in a call of its own."""
         ids = torch.tensor([PROMPT])
-        options: Any = {"max_new_tokens": 12, "do_sample": False}
-        sparse: Any = contextlib.nullcontext()
+        options = {"max_new_tokens": 12, "do_sample": False}
+        sparse = contextlib.nullcontext()
         if settings != "dense":
             sparse = enable(self.model, settings, tokenizer=self.tokenizer)
         with sparse:
@@ -103,10 +101,10 @@ class Served:
 
 
 @pytest.fixture
-def serve(tiny: Any) -> Iterator[Callable[..., Served]]:
-    started: list[Served] = []
+def serve(tiny):
+    started = []
 
-    def start(**limits: Any) -> Served:
+    def start(**limits):
         tokenizer = tiny.make_tokenizer()
         tokenizer.chat_template = TEMPLATE
         started.append(Served(tiny.make_model(), tokenizer, **limits))
@@ -117,7 +115,7 @@ def serve(tiny: Any) -> Iterator[Callable[..., Served]]:
         served.close()
 
 
-def test_answers_equal_the_model(serve: Any, tiny: Any) -> None:
+def test_answers_equal_the_model(serve, tiny):
     served = serve(prefix_bytes=0)
     (model,) = served.client.models.list()
     assert model.id == "tiny" and model == served.client.models.retrieve("tiny")
@@ -143,10 +141,10 @@ def test_answers_equal_the_model(serve: Any, tiny: Any) -> None:
     assert said[H2O] != said["exact"]
 
 
-def test_chat_sampling_and_ends(serve: Any, tiny: Any) -> None:
+def test_chat_sampling_and_ends(serve, tiny):
     served = serve()
     create = served.client.chat.completions.create
-    messages: Any = [
+    messages = [
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": tiny.SENTENCE}]},
     ]
@@ -179,7 +177,7 @@ def test_chat_sampling_and_ends(serve: Any, tiny: Any) -> None:
         assert choice.finish_reason == "stop" and choice.text == text[: text.index(letter) + 1]
 
 
-def test_a_second_turn_prefills_only_its_suffix(serve: Any) -> None:
+def test_a_second_turn_prefills_only_its_suffix(serve):
     served = serve()
     answer = served.ask().usage
     assert answer.prompt_tokens_details.cached_tokens == 0
@@ -199,7 +197,7 @@ def test_a_second_turn_prefills_only_its_suffix(serve: Any) -> None:
 
 
 # Fields that ask for nothing, as clients send them.
-IDLE: dict[str, Any] = {
+IDLE = {
     **{"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []},
     **{"tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {}},
     **{"top_logprobs": 0, "logprobs": False, "service_tier": "auto", "modalities": ["text"]},
@@ -208,7 +206,7 @@ IDLE: dict[str, Any] = {
 }
 
 
-def test_fields_that_ask_for_nothing_are_taken(serve: Any) -> None:
+def test_fields_that_ask_for_nothing_are_taken(serve):
     served = serve()
     asked = {"max_tokens": 5, "temperature": 0}
     for field, content in (("messages", [{"role": "user", "content": "x"}]), ("prompt", "x")):
@@ -223,11 +221,11 @@ def test_fields_that_ask_for_nothing_are_taken(serve: Any) -> None:
         assert usage["completion_tokens"] == 12
 
 
-def test_clients_hand_back_what_they_got(serve: Any) -> None:
+def test_clients_hand_back_what_they_got(serve):
     langchain = pytest.importorskip("langchain_openai")
     served = serve()
-    say: Any = [{"role": "user", "content": "Name a colour."}]
-    asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    say = [{"role": "user", "content": "Name a colour."}]
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 8}
     text = served.client.chat.completions.create(messages=say, **asked).choices[0].message.content
     # The client wants answers that end before their limit.
     stop = text[-1]
@@ -236,12 +234,12 @@ def test_clients_hand_back_what_they_got(serve: Any) -> None:
         first = events.get_final_completion().choices[0].message
     empty = {"role": "assistant", "content": None, "tool_calls": [], "annotations": []}
     assert first.content == expected and first.role == "assistant"
-    more: Any = {"role": "user", "content": "Another?"}
+    more = {"role": "user", "content": "Another?"}
     for said in (first.model_dump(), first, {"role": "assistant", "content": expected}, empty):
         turn = [*say, said, more]
         with served.client.chat.completions.stream(messages=turn, stop="x" * 9, **asked) as events:
             assert any(event.type == "content.delta" for event in events)
-    options: Any = {"base_url": f"{served.url}/v1", "api_key": "-", "max_retries": 0, **asked}
+    options = {"base_url": f"{served.url}/v1", "api_key": "-", "max_retries": 0, **asked}
     chat = langchain.ChatOpenAI(**options)
     answer = chat.invoke("Name a colour.")
     assert answer.content == text
@@ -256,7 +254,7 @@ def test_clients_hand_back_what_they_got(serve: Any) -> None:
 
 
 X = {"prompt": "x"}
-WRONG: list[tuple[int, str, Any]] = [
+WRONG = [
     (400, "n must be 1", {**X, "n": 2}),
     (400, "n must be 1", {**X, "n": True}),
     (400, "token ids >= 0 and < 257", {"prompt": [1, 257]}),
@@ -283,7 +281,7 @@ WRONG: list[tuple[int, str, Any]] = [
 ]
 
 
-def test_wrong_requests_are_named_and_touch_no_other(serve: Any, monkeypatch: Any) -> None:
+def test_wrong_requests_are_named_and_touch_no_other(serve, monkeypatch):
     served = serve(max_body=20_000)
     for status, about, content in WRONG:
         path = "chat/completions" if "messages" in str(content) else "completions"
@@ -314,7 +312,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 @pytest.mark.parametrize(
     "said", [b"", b"G", GET, GET + b"\r\n" + GET, GET + b"Content-Length: 999999\r\n\r\n"]
 )
-def test_a_header_has_a_deadline(serve: Any, monkeypatch: Any, said: bytes) -> None:
+def test_a_header_has_a_deadline(serve, monkeypatch, said):
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.5)
     served = serve()
     late = time.monotonic() + 20
@@ -334,10 +332,10 @@ def test_a_header_has_a_deadline(serve: Any, monkeypatch: Any, said: bytes) -> N
         assert served.ask().usage.completion_tokens == 12
 
 
-def test_the_queue_is_bounded_and_clients_may_leave(serve: Any) -> None:
+def test_the_queue_is_bounded_and_clients_may_leave(serve):
     served = serve(queue=1)
     served.gate.clear()
-    first: list[Any] = []
+    first = []
     running = threading.Thread(target=lambda: first.append(served.ask()))
     running.start()
     served.wait_for("running", 1)
@@ -359,13 +357,13 @@ def test_the_queue_is_bounded_and_clients_may_leave(serve: Any) -> None:
     assert served.ask().usage.completion_tokens == 12
 
 
-def test_the_end_refuses_those_that_wait(serve: Any) -> None:
+def test_the_end_refuses_those_that_wait(serve):
     served = serve()
     served.pause = 0.02
     stream = served.ask(max_tokens=380, stream=True)
     next(stream)
     served.gate.clear()
-    found: list[Any] = []
+    found = []
     waiting = threading.Thread(target=lambda: found.append(served.post(X)))
     waiting.start()
     served.wait_for("queued", 1)
@@ -381,10 +379,10 @@ def test_the_end_refuses_those_that_wait(serve: Any) -> None:
     assert served.worker.close()
 
 
-def test_a_failure_is_of_its_request_alone(serve: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_a_failure_is_of_its_request_alone(serve, monkeypatch, caplog):
     served = serve()
 
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as patch:
@@ -398,7 +396,7 @@ def test_a_failure_is_of_its_request_alone(serve: Any, monkeypatch: Any, caplog:
 @pytest.mark.parametrize(
     ("requests", "clients"), [(20, 4), pytest.param(200, 10, marks=pytest.mark.slow)]
 )
-def test_nothing_is_lost_under_load(serve: Any, requests: int, clients: int) -> None:
+def test_nothing_is_lost_under_load(serve, requests, clients):
     served = serve(prefix_bytes=1 << 20)
     load = Load(served.url, seed=1)
     load.run(clients, lambda done: done < requests)

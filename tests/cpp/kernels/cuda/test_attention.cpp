@@ -298,6 +298,17 @@ TEST(AttentionSm90, RingsGoRound) {
   }
 }
 
+// Units of rows lie where the lanes that load a matrix together touch different banks.
+TEST(AttentionSm80, LoadsOfMatricesHaveNoBankConflict) {
+  use(kSm80);
+  for (const int64_t dim : {64, 96, 128, 256}) {
+    cuda_emulation::ldmatrix_conflicts = 0;
+    check_causal({DType::kBFloat16, 70, 70, dim, dim}, 70);
+    check_gathered({DType::kFloat16, 40, 90, dim, dim}, 64, 50);
+    EXPECT_EQ(cuda_emulation::ldmatrix_conflicts, 0) << dim;
+  }
+}
+
 TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
   const auto refused = [](const AttentionShape& shape, float scale, bool in_sums) {
     Call call(shape);

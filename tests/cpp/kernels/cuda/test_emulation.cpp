@@ -3,9 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <ostream>
 #include <vector>
@@ -19,40 +17,6 @@ namespace {
 constexpr int kSeeds = 8;
 constexpr DType kBFloat16 = DType::kBFloat16;
 constexpr DType kFloat16 = DType::kFloat16;
-
-struct TraceParams {
-  std::vector<int>* trace;
-};
-
-__global__ void trace_kernel(const TraceParams params) {
-  const unsigned int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const unsigned int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-  for (int step = 0; step < 2; ++step) {
-    params.trace->push_back(static_cast<int>((block * 2 + step) * 128 + thread));
-    __syncthreads();
-  }
-}
-
-std::vector<int> trace(uint64_t seed) {
-  std::vector<int> order;
-  cuda_emulation::set_seed(seed);
-  EXPECT_EQ(launch(trace_kernel, dim3(3, 2, 2), dim3(8, 4, 4), 0, nullptr, TraceParams{&order}),
-            cudaSuccess);
-  return order;
-}
-
-TEST(Emulation, EveryThreadRunsOnceInAnOrderThatTheSeedChooses) {
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    std::vector<int> order = trace(seed);
-    EXPECT_EQ(order, trace(seed));
-    EXPECT_NE(order, trace(seed + 1));
-    // In blocks of 128 entries, one step of a block each, nobody is in the next step.
-    for (size_t i = 0; i < order.size(); ++i) EXPECT_EQ(order[i] / 128, order[i / 128 * 128] / 128);
-    std::sort(order.begin(), order.end());
-    ASSERT_EQ(order.size(), 3 * 2 * 2 * 2 * 128);
-    for (size_t i = 0; i < order.size(); ++i) EXPECT_EQ(order[i], i);
-  }
-}
 
 struct Params {
   const uint32_t* in;
@@ -83,34 +47,6 @@ TEST(Emulation, SharedMemoryOfEveryBlockBeginsAsNaN) {
       EXPECT_TRUE(std::isnan(ptx::to_float<kFloat16>(static_cast<uint16_t>(bits))));
     }
   }
-}
-
-__global__ void copy_kernel(const Params params) {
-  auto* shared = ptx::dynamic_shared<uint32_t>() + threadIdx.x * 16;
-  const uint32_t* in = params.in + threadIdx.x * 16;
-  uint32_t* out = params.out + threadIdx.x * 8;
-  ptx::cp_async_16(shared, in, true);
-  ptx::cp_async_commit();
-  ptx::cp_async_16(shared + 4, in + 4, true);
-  ptx::cp_async_16(shared + 8, nullptr, false);
-  ptx::cp_async_commit();
-  ptx::cp_async_16(shared + 12, in + 12, true);  // of no group yet
-  out[0] = shared[0];
-  ptx::cp_async_wait<1>();
-  out[1] = shared[1];
-  out[2] = shared[4];
-  ptx::cp_async_wait<0>();
-  for (int i = 0; i < 4; ++i) out[3 + i] = shared[3 + 3 * i];
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  out[7] = shared[12];
-}
-
-TEST(Emulation, AsynchronousCopiesAreThereAfterTheWaitForTheirGroup) {
-  constexpr uint32_t kNotThere = 0xFFFFFFFFU;
-  constexpr uint32_t kExpected[8] = {kNotThere, 7, kNotThere, 7, 7, 0, kNotThere, 7};
-  const std::vector<uint32_t> out = run_warp(copy_kernel, 8);
-  for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(out[i], kExpected[i % 8]) << i;
 }
 
 __global__ void count_kernel(const Params params) { params.out[0] += 1; }

@@ -141,20 +141,6 @@ TEST(SelectMemory, CandidatesAroundTheSizesOfACtaAndItsRegisters) {
   }
 }
 
-TEST(SelectMemory, BudgetsAroundTheNumberOfCandidates) {
-  for (const int64_t heavy : {0, 1, 99, 100, 101, 400}) {
-    for (const int64_t local : {0, 1, 60, 61, 200}) {
-      for (const int distinct : {1, 3}) {
-        check(random_problem({2, 40, 100, 100, 160, local, heavy, 2}, distinct, 5));
-      }
-    }
-  }
-  // Sinks and the local window may overlap.
-  for (const int64_t end : {0, 1, 5, 9, 10, 11, 30}) {
-    check(random_problem({1, 0, end, 0, end, 6, 4, 5}, 3, 2));
-  }
-}
-
 // Scores that the operator may be given by hand: any order of floats that a sort would find.
 TEST(SelectMemory, AnyFloatRanksAsInASort) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
