@@ -214,7 +214,8 @@ def _answer_prompt(
             timing = generate_timed(network, tokenizer, *given)
         if one.package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
-            config = handle.state.resolve(network, timing.prompt_tokens)
+            past = 0 if before is None else before.shape[1]
+            config = handle.state.resolve(network, past + timing.prompt_tokens)
         else:
             kl = network.estimated_kl
         if one.session is not None and kept is not None:

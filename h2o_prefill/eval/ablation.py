@@ -36,7 +36,7 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     prefill_mode,
     report_progress,
-    settings_for,
+    sparse_settings_for,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
 from h2o_prefill.profile import settings_name
@@ -196,9 +196,7 @@ def run_ablation(
     rows = table.read_rows(path)
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    # What sparse attention loses is asked, wherever it is faster.
-    chosen = [settings_for(network, one) for one in bases]
-    chosen = [one.replace(min_prefill=None) if one.is_auto else one for one in chosen]
+    chosen = [sparse_settings_for(network, one) for one in bases]
     grid = build_grid(axes, contexts, chosen, protocol)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):

@@ -44,6 +44,7 @@ from h2o_prefill.generation.runs import (
     generate_greedily,
     prefill_mode,
     settings_for,
+    sparse_settings_for,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import PRESETS
@@ -178,7 +179,8 @@ def evaluate_retrieval(
     for name, config in variants.items():
         check_chunks(config, min(lengths), f"lengths for variant {name!r}")
     # The baseline is lossless, and faster than the model's own attention.
-    runs = {DENSE: PRESETS["exact"], **variants}
+    runs = {DENSE: PRESETS["exact"]}
+    runs |= {name: sparse_settings_for(network, config) for name, config in variants.items()}
     setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
     rule = None if select is None else Selector(select).name
     # Lengths that are too short for a task or too long for the text fail before the model runs.

@@ -22,7 +22,7 @@ from h2o_prefill.generation.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
-    settings_for,
+    sparse_settings_for,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def benchmark_throughput(
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
         off); `num_runs`.
     """
-    config = settings_for(model, chunk_config)
+    config = sparse_settings_for(model, chunk_config)
     check_counts("num_runs", num_runs)
     lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
@@ -151,7 +151,7 @@ def profile_memory(
     A run is one call over one prompt of random tokens that computes the logits of the last token
     only, and keeps its KV cache. Counted are tensors, on every device.
     """
-    config = settings_for(model, chunk_config)
+    config = sparse_settings_for(model, chunk_config)
     lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 

@@ -53,6 +53,15 @@ def settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfi
     return settings_of(model, config)[0]
 
 
+def sparse_settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
+    """Return settings as `settings_for`, by which short prompts are sparse too.
+
+    Evaluations ask what sparse attention loses, and how fast it is, at any length.
+    """
+    config = settings_for(model, config)
+    return config.replace(min_prefill=None) if config.is_auto else config
+
+
 def check_dense(model: nn.Module) -> None:
     """Raise ValueError for a model that is enabled already."""
     settings = getattr(model, "config", None)
