@@ -137,7 +137,9 @@ def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monk
             pytest.warns(
                 UserWarning, match=r"a cell failed, tale 64 .*heavy_budget=0.*: no memory"
             ),
-            pytest.raises(RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0,min_prefill=none,recall=2"),
+            pytest.raises(
+                RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0,min_prefill=none,recall=2"
+            ),
         ):
             ablate()
     assert len(_csv(tmp_path / "out")) == 3
