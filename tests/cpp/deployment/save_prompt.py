@@ -18,7 +18,10 @@ from h2o_prefill.generation import load_model, load_text
 from h2o_prefill.generation.text import encode
 
 # Smaller than the presets, so that a short prompt has several chunks and leaves keys out.
-SETTINGS = "recommended,chunk_size=128,local_window=32,heavy_budget=32,wide=1.0x2,error_rows=4"
+SETTINGS = (
+    "recommended,min_prefill=none,chunk_size=128,local_window=32,heavy_budget=32,wide=1.0x2,"
+    "error_rows=4"
+)
 # A prompt in two calls, and a token after it.
 CALLS = (300, 280, 1)
 

@@ -1,4 +1,5 @@
 // Sessions of the package that H2O_TEST_PACKAGE names; test_packages.py exports it and runs these.
+#include "h2o_prefill/crossover.h"
 #include "h2o_prefill/package_session.h"
 #include "h2o_prefill/session_file.h"
 
@@ -349,6 +350,28 @@ TEST(PackageSession, ChecksRowsAndStateBeforeItReadsThem) {
        }) {
     EXPECT_NE(refused(change).find("state must have "), std::string::npos) << refused(change);
   }
+}
+
+TEST(PackageSession, PromptsForWhichDenseAttentionIsFasterAreDense) {
+  const auto package = package_of_tests();
+  const PrefillConfig& settings = package->info().settings;
+  PackageSession session(package);
+  const at::Tensor key = session.state()[2], scores = session.state()[4];
+  const int64_t shortest = shortest_sparse_prompt(settings, device_cost(key).sparse_product,
+                                                  package->info().layers, key.size(1));
+  ASSERT_TRUE(settings.is_auto());
+  ASSERT_GT(shortest, settings.chunk_size + 1);
+  ASSERT_LT(shortest, kPrompt);
+  const auto ids = prompt_of(3);
+  const auto logits = session.prefill(ids.narrow(1, 0, shortest - 1));
+  EXPECT_FALSE(scores.any().item<bool>());
+  PackageSession dense(package);
+  EXPECT_TRUE(logits.equal(dense.forward_densely(ids.narrow(1, 0, shortest - 1))));
+  session.prefill(ids.narrow(1, shortest - 1, 40));  // the prompt is long enough now
+  EXPECT_TRUE(scores.any().item<bool>());
+  PackageSession sparse(package);
+  sparse.prefill(ids.narrow(1, 0, shortest));
+  EXPECT_TRUE(sparse.state()[4].any().item<bool>());
 }
 
 TEST(PackageSession, SaysWhatIsWrong) {
