@@ -45,8 +45,9 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
 
   // Begins a call with new tokens, int64 [B, T]; what they recall is found once for all layers.
   // total_tokens: of this call and those that go on with the prompt, where they are known. An open
-  // min_prefill is resolved by the length of the prompt after them; a sparse prompt stays so. Throws
-  // if some layers have not attended in the previous call: truncate(length()) undoes that call.
+  // min_prefill is resolved by the length of the prompt after them; a sparse prompt stays so.
+  // Throws if some layers have not attended in the previous call: truncate(length()) undoes that
+  // call.
   void begin(const at::Tensor& token_ids, std::optional<int64_t> total_tokens = std::nullopt);
 
   // Begins a call of num_tokens tokens whose ids are unknown. Nothing is recalled from then on,

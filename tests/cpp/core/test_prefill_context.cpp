@@ -80,7 +80,7 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
 
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   const LayeredPrompt prompt(80);
-  PrefillConfig config = recalling_config();
+  PrefillConfig config{.chunk_size = 16, .local_window = 3, .heavy_budget = 4};
   auto expected = new_context(config);
   const auto out = prompt.run(expected, 0, 80);
   config.min_prefill = PrefillConfig::kAuto;
