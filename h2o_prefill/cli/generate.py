@@ -151,7 +151,7 @@ def generate(
 ) -> None:
     """Continue a prompt, or each prompt of a file, after sparse prefill.
 
-    Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
+    Prompts for which dense attention is faster are dense. Decoding attends to the whole KV cache.
     The prompts of --input are answered in batches of similar length, here or on a Dask cluster. An
     answer is written as soon as its batch is done; a prompt that is empty, too long or fails gets a
     line with an error, and is tried again by the next run.

@@ -541,6 +541,8 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
             raise ValueError("select must not be given with a static cache: its call is a graph")
         return  # Attention breaks the graph.
     new, config = context.new, context.config
+    if new == 1 and context.enabled.config.is_auto:
+        config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
     position = context.cache.position_for(new) if static else None
     past = context.past if position is None else int(position[0]) if new > 1 else 0
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2
