@@ -252,14 +252,14 @@ def test_generate_prints_what_the_sparse_model_says(
     run, small_commands, tiny, model_folder, tmp_path
 ):
     model, tokenizer = load_model(model_folder)
-    ways = {tiny.SENTENCE: "sparse", "Sphinx": "dense, since shorter than 16 tokens"}
+    ways = {tiny.SENTENCE: "sparse", "Sphinx": "dense, since shorter than "}
     for prompt, way in ways.items():
         (tmp_path / "prompt.txt").write_text(prompt)
         done = run(*small_commands["generate"], prompt)
         read = run(*small_commands["generate"], "--prompt-file", tmp_path / "prompt.txt")
         assert done.stdout == read.stdout
         said = done.stderr.replace("\n", " ")
-        assert f"prefill {len(prompt)} tokens in" in said and f"({way}), then 5 tokens" in said
+        assert f"prefill {len(prompt)} tokens in" in said and f"({way}" in said
         ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
         with h2o_prefill.enable(model, PRESET):
             out = model.generate(ids, max_new_tokens=5, do_sample=False)
