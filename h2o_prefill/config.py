@@ -84,10 +84,9 @@ class PrefillConfig:
     )
     min_prefill: int | str | None = _setting(
         "min_prefill",
-        "Minimum number of new tokens for a sparse call; shorter calls are dense. None: "
-        '`chunk_size`. "auto", as in the presets: a prompt is dense where it is too short for '
-        "sparse attention to be faster on its device, by the tokens of its first call, or of all "
-        "calls where they are known.",
+        "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "
+        '`chunk_size`. "auto", as in the presets: prompts for which dense attention is faster on '
+        "their device are dense.",
     )
     recall: int = _setting(
         "recall",

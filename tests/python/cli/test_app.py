@@ -52,7 +52,7 @@ def test_every_field_is_an_option_of_ablate(monkeypatch, columns):
         assert f"--{field.name.replace('_', '-')} " in shown
         # Up to the first name of another option.
         assert field.metadata["help"].partition("`")[0].strip() in words
-    assert "shorter calls are dense. None: --chunk-size." in words
+    assert "shorter calls are dense. Default: --chunk-size." in words
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch):
