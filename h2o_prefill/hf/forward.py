@@ -111,9 +111,13 @@ class EnabledState:
     def shortest_sparse_prompt(self, model: Any) -> int:
         """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
         text = model.config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        layers = text.num_hidden_layers
-        return self.config.shortest_sparse_prompt(self.like(model), layers, heads)
+        names = ("num_hidden_layers",), ("num_key_value_heads", "num_attention_heads")
+        # Models without attention have no heads, and some have a number of heads by layer.
+        sizes = (
+            next((x for x in (getattr(text, y, None) for y in some) if x), 1) for some in names
+        )
+        counts = (x if isinstance(x, int) else max(x) for x in sizes)
+        return self.config.shortest_sparse_prompt(self.like(model), *counts)
 
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""

@@ -22,8 +22,13 @@ TOKENS = 72
 # Logits of float32 may differ by this much of the largest one.
 TOLERANCE = 1e-4
 CHUNK_SIZE = 16
-HOLDS_ALL: dict[str, Any] = {"chunk_size": CHUNK_SIZE, "local_window": 40, "heavy_budget": 40}
-SMALL: dict[str, Any] = {"chunk_size": CHUNK_SIZE, "local_window": 4, "heavy_budget": 4}
+HOLDS_ALL: dict[str, Any] = {
+    "chunk_size": CHUNK_SIZE,
+    "local_window": 40,
+    "heavy_budget": 40,
+    "min_prefill": None,
+}
+SMALL: dict[str, Any] = {**HOLDS_ALL, "local_window": 4, "heavy_budget": 4}
 # Whole chunks; and calls that end inside a chunk, one of them too short to be sparse.
 CALLS = ((TOKENS,), (32, 40), (24, 5, 43))
 NEW_TOKENS = 3

@@ -11,7 +11,7 @@ from compatibility.tiny_model import build_tiny, model_classes, random_prompt
 
 from h2o_prefill import enable
 
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "min_prefill": None}
 CLASSES = model_classes()
 # What a version of transformers is known to have, and to build, is in the page.
 IN_PAGE = f"transformers {transformers.__version__} (" in PAGE.read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def test_blocks_that_a_model_chooses_itself(implementation):
     tiny.model.set_attn_implementation(implementation)
     prompt = random_prompt(72)
     stock = tiny(prompt).logits
-    with enable(tiny.model, chunk_size=16, local_window=40, heavy_budget=40):
+    with enable(tiny.model, chunk_size=16, local_window=40, heavy_budget=40, min_prefill=None):
         ours = tiny(prompt).logits
     torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
 

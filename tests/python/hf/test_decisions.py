@@ -151,7 +151,7 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     kwargs = {"position_ids": torch.arange(72), "use_cache": True, **arguments}
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
-    run = ForwardContext(EnabledState(config))
+    run = ForwardContext(EnabledState(config), None)
     run.plain.add((72, 72))
     given = (layer, query, key, key, None, dropout, None, kwargs)
     found = dense_reason(Call(*given, config, run, None, None, None, key.shape[2]))

@@ -56,7 +56,7 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     config = PrefillConfig(**SPARSE)
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
-    run = ForwardContext(EnabledState(config))
+    run = ForwardContext(EnabledState(config), None)
     scale = query.shape[-1] ** -0.5
     given = (layer, query, key, key, None, 0.0, scale, arguments)
     out, _ = attend_densely(Call(*given, config, run, None, None, None, key.shape[2]))

@@ -78,7 +78,12 @@ def test_a_notebook_runs(tiny, tmp_path, monkeypatch, name):
     text.write_text(tiny.SENTENCE * 10)
     parameters, holds, pictures, warned, printed = RUNS[name]
     given = {"MODEL": str(tiny.save_model(tmp_path / "model")), "DATASET": "wikitext2"}
-    given |= {"TEXT_FILE": str(text), "CONTEXT": CONTEXT, "CHANGES": SIZES, **parameters}
+    given |= {
+        "TEXT_FILE": str(text),
+        "CONTEXT": CONTEXT,
+        "CHANGES": {**SIZES, "min_prefill": None},
+        **parameters,
+    }
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     (cell,) = (x for x in notebook.cells if "parameters" in x.metadata.get("tags", ()))
     lines = cell.source.splitlines()
