@@ -273,9 +273,9 @@ def note_use(
     # Weights are looked at once a prompt and question, not with every decoded token.
     marks = enabled.marks(model) if before is None or new != 1 else before.marks
     now = Origin(weakref.ref(model), settings_fields(config), marks)
-    if before is not None and enabled.config.is_auto:
-        # What was open may have become sparse.
-        same = PrefillConfig.parse(before.settings).replace(min_prefill=config.min_prefill)
+    if before is not None and before.settings != now.settings and enabled.config.is_auto:
+        # A prompt that was too short may have become sparse.
+        same = PrefillConfig.parse(before.settings).with_min_prefill(config.sparse_from)
         before = replace(before, settings=settings_fields(same))
     cache._origin = now if before is None else before.after(now, was_sparse)
 

@@ -355,8 +355,9 @@ class ForwardContext:
         given = self.enabled.config
         if not given.is_auto:
             return given
-        if self.begun and getattr(self.cache, "min_prefill", None) == given.chunk_size:
-            return given.with_min_prefill(given.chunk_size)
+        held: int | None = getattr(self.cache, "min_prefill", None) if self.begun else None
+        if held is not None and (held == given.chunk_size or self.new == 1):
+            return given.with_min_prefill(held)
         mask = self.attention_mask
         if isinstance(mask, Tensor) and mask.ndim == 2 and not is_unpadded(mask, mask.shape[1]):
             length = 0  # Each row counts for itself.
