@@ -92,7 +92,9 @@ std::string device_name(const at::Device& device) {
 }  // namespace
 
 DeviceCost device_cost(const at::Tensor& like) {
-  DeviceCost cost{device_name(like.device()), kLargestCost, false};
+  DeviceCost cost{.device = device_name(like.device()),
+                  .sparse_product = like.is_cpu() ? kLargestCpuCost : kLargestCost,
+                  .measured = false};
   const bool is_16_bit = like.element_size() == 2;
   for (const CostRow& row : kDeviceCosts) {
     if (row.device != cost.device || row.is_16_bit != is_16_bit) continue;
