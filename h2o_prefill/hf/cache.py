@@ -122,7 +122,8 @@ def length_of(cache: Cache) -> int | None:
 class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     """A `DynamicCache` whose full-attention layers keep the state of sparse prefill.
 
-    With it, calls of one prompt in multiples of the chunk size give what one call gives, so
+    With it, calls of one prompt in multiples of the chunk size give what one call gives, if the
+    first is long enough to be sparse or the length of the prompt is known (`min_prefill`). So
     `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
     sparse. It holds the token ids as well, which lexical recall searches. Of a padded batch it
     keeps keys and values only: long calls that continue one are dense.
