@@ -53,6 +53,12 @@ class PackageInfo:
         """The settings."""
         return PrefillConfig.parse(self.settings)
 
+    def resolve(self, tokens: int) -> PrefillConfig:
+        """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
+        like = torch.empty(0, dtype=getattr(torch, self.dtype))
+        shortest = self.config.shortest_sparse_prompt(like, self.layers, self.kv_heads)
+        return self.config.resolved(shortest, tokens)
+
     def to_metadata(self) -> dict[str, str]:
         """Return the fields as texts, as a package stores them."""
         values = {**asdict(self), "end_ids": ",".join(map(str, self.end_ids))}

@@ -205,23 +205,23 @@ def _answer_prompt(
             model.use_threads()
             with Console(stderr=True).status(f"loading {one.package}"):
                 network, tokenizer = load_package(one.package)
-            config = network.info.config
         kept = None if one.session is None else open_session(one.session, network)
         before = None if kept is None else kept.token_ids
         ids = one.encode(tokenizer, text, before, chat)
         given = ids, max_new_tokens, show, kept, sampling, one.draft_tokens or 0
         with contextlib.nullcontext() if one.package else _bar_of_layers(network):
             timing = generate_timed(network, tokenizer, *given)
+        past = 0 if before is None else before.shape[1]
+        length = past + timing.prompt_tokens
         if one.package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
-            past = 0 if before is None else before.shape[1]
-            config = handle.state.resolve(network, past + timing.prompt_tokens)
+            config = handle.state.resolve(network, length)
         else:
             kl = network.estimated_kl
+            config = network.info.resolve(length)
         if one.session is not None and kept is not None:
             kept.save(one.session)
     print()
-    past = 0 if before is None else before.shape[1]
     console.stderr.print(_summary(timing, config, kl, past), style="dim")
     if one.session is not None:
         console.stderr.print(f"wrote {one.session}")
