@@ -140,7 +140,8 @@ def crossover(plan: Plan) -> None:
                 row, taken = _crossover_row(case, length, config, find(length), plan.seconds)
                 report.add(**case.fields, preset=name, length=length, **row)
                 last = (length, taken) if length >= 512 else last
-        device, _, _ = torch.ops.h2o_prefill.device_cost(torch.empty(0))
+        where = torch.device("cuda" if plan.on_gpu else "cpu")
+        device, *_ = torch.ops.h2o_prefill.device_cost(where, torch.float32)
         report.note(f"rows of csrc/common/device_costs.h for {device}: the medians of product")
 
 

@@ -247,7 +247,7 @@ class PrefillConfig:
 
 def crossover_text(like: Tensor, shortest: int) -> str:
     """Return why prompts of fewer than `shortest` tokens are dense on the device of a tensor."""
-    device, _, measured = torch.ops.h2o_prefill.device_cost(like)
+    device, _, measured = torch.ops.h2o_prefill.device_cost(like.device, like.dtype)
     where = f"{device}, {str(like.dtype).removeprefix('torch.')}"
     how = "which is faster on" if measured else "which is assumed to be faster on the unmeasured"
     return f"prompts of fewer than {shortest:,} tokens are dense, {how} {where}"

@@ -27,10 +27,11 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def("version() -> str", [] { return version(); });
   m.def("has_cuda() -> bool", [] { return has_cuda(); });
   m.def("cpu_isa() -> str", [] { return cpu_isa(); });
-  m.def("device_cost(Tensor like) -> (str, float, bool)", [](const at::Tensor& like) {
-    const DeviceCost cost = device_cost(like);
-    return std::make_tuple(cost.device, cost.sparse_product, cost.measured);
-  });
+  m.def("device_cost(Device device, ScalarType dtype) -> (str, float, bool)",
+        [](at::Device device, at::ScalarType dtype) {
+          const DeviceCost cost = device_cost(device, dtype);
+          return std::make_tuple(cost.device, cost.sparse_product, cost.measured);
+        });
   m.def("is_sparse(str settings, int layer, int past, int num_tokens) -> bool",
         [](std::string_view settings, int64_t layer, int64_t past, int64_t num_tokens) {
           return read_settings(settings)->is_sparse(layer, past, num_tokens);

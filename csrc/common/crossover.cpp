@@ -91,11 +91,11 @@ std::string device_name(const at::Device& device) {
 
 }  // namespace
 
-DeviceCost device_cost(const at::Tensor& like) {
-  DeviceCost cost{.device = device_name(like.device()),
-                  .sparse_product = like.is_cpu() ? kLargestCpuCost : kLargestCost,
+DeviceCost device_cost(const at::Device& device, at::ScalarType dtype) {
+  DeviceCost cost{.device = device_name(device),
+                  .sparse_product = device.is_cpu() ? kLargestCpuCost : kLargestCost,
                   .measured = false};
-  const bool is_16_bit = like.element_size() == 2;
+  const bool is_16_bit = c10::elementSize(dtype) == 2;
   for (const CostRow& row : kDeviceCosts) {
     if (row.device != cost.device || row.is_16_bit != is_16_bit) continue;
     cost.sparse_product = row.sparse_product;

@@ -20,8 +20,11 @@ struct H2O_API DeviceCost {
   bool measured;  // whether the table has the device and dtype; else the cost is an upper bound
 };
 
-// The cost on the device of a tensor with its dtype.
-H2O_API DeviceCost device_cost(const at::Tensor& like);
+// The cost on a device with a dtype, and on the device of a tensor with its dtype.
+H2O_API DeviceCost device_cost(const at::Device& device, at::ScalarType dtype);
+inline DeviceCost device_cost(const at::Tensor& like) {
+  return device_cost(like.device(), like.scalar_type());
+}
 
 // The length from which sparse attention is at least 5 % faster in the layers of a model that have
 // no window, heads of different width together: a multiple of chunk_size / 8, or kLargestSetting if

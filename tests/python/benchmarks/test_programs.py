@@ -25,10 +25,14 @@ FIELDS = {
     "linear linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
     "layer recall": ["keys_a_block"],
+    "layer crossover": ["dense_milliseconds", "sparse_speedup", "speedup"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 # These compile the CPU kernels, or programs, again; others have a shorter run below.
-SLOW = ("operators colsum", "operators dense", "operators scores", "linear linear", "layer prefill")
+SLOW = (
+    *("operators colsum", "operators dense", "operators scores"),
+    *("linear linear", "layer prefill", "layer crossover"),
+)
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
 
 
