@@ -238,7 +238,8 @@ def draw_crossover(report: Row, path: Path) -> Path:
             )
     axes.set_xticks(range(wide.shape[1]), [f"{x:,}" for x in wide.columns], fontsize=7)
     axes.set_yticks(range(len(wide)), list(wide.index), fontsize=8)
-    axes.set_xlabel("prompt (tokens); bold: sparse attention was chosen")
+    label = "prompt (tokens); bold: sparse attention was chosen"
+    axes.set(xlabel=label, ylabel="preset, shape, dtype")
     least, most = frame["speedup"].min(), frame["speedup"].max()
     finding = f"The attention chosen is {least:.2f} to {most:.1f} times as fast as dense attention"
     return _save(figure, path, finding, report)

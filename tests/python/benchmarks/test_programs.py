@@ -251,7 +251,7 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch)
     )
     done = CliRunner().invoke(plot.app, ["--output", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
-    names = ("throughput_comparison", "memory_profile", "linear", "peers", "scale")
+    names = ("throughput_comparison", "crossover", "memory_profile", "linear", "peers", "scale")
     assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
