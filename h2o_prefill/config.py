@@ -189,7 +189,7 @@ class PrefillConfig:
         """
         if not self.is_auto:
             return self
-        return self.with_min_prefill(self.chunk_size if prompt_tokens >= shortest else shortest)
+        return self.with_min_prefill(self.native.resolved(shortest, prompt_tokens).min_prefill)
 
     def with_min_prefill(self, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt whose open `min_prefill` was resolved."""

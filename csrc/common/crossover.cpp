@@ -54,8 +54,6 @@ class SparseProducts {
     begin_ += config_.chunk_size;
   }
 
-  int64_t begin() const { return begin_; }
-
  private:
   const PrefillConfig& config_;
   int64_t factor_;
@@ -67,15 +65,13 @@ double dense_products(int64_t tokens) {
   return static_cast<double>(tokens) * static_cast<double>(tokens + 1) / 2;
 }
 
-// How many heads of all layers have each factor, and how many are dense, as factor 0.
+// How many heads of all layers that are not dense have each factor.
 std::map<int64_t, int64_t> heads_by_factor(const PrefillConfig& config, int64_t layers,
                                            int64_t kv_heads) {
   std::map<int64_t, int64_t> heads;
   for (int64_t layer = 0; layer < layers; ++layer) {
-    const bool dense = config.is_dense_layer(layer);
-    for (int64_t head = 0; head < kv_heads; ++head) {
-      ++heads[dense ? 0 : config.factor_of_head(head, layer)];
-    }
+    if (config.is_dense_layer(layer)) continue;
+    for (int64_t head = 0; head < kv_heads; ++head) ++heads[config.factor_of_head(head, layer)];
   }
   return heads;
 }
@@ -113,7 +109,6 @@ int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_produc
   std::vector<Heads> sparse;
   int64_t count = 0;
   for (const auto& [factor, heads] : heads_by_factor(config, layers, kv_heads)) {
-    if (factor == 0) continue;  // dense on both sides
     sparse.push_back({SparseProducts(config, factor), heads});
     count += heads;
   }
