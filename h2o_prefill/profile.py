@@ -97,6 +97,21 @@ def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
     yield cache_dir() / "profiles" / f"{architecture}.json"
 
 
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers and the KV heads of a layer, as a model's config has them."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+
+    def largest(*names: str) -> int:
+        sizes = (getattr(config, name, None) for name in names)
+        found = next((size for size in sizes if size), 1)  # no heads without attention
+        return found if isinstance(found, int) else max(found)  # some have a number by layer
+
+    heads = largest("num_key_value_heads", "num_attention_heads")
+    return largest("num_hidden_layers"), heads
+
+
 def settings_of(
     model: Any, config: PrefillConfig | str | None, overrides: dict[str, Any] | None = None
 ) -> tuple[PrefillConfig, str]:
@@ -179,10 +194,8 @@ def _news(model: Any, profile: Profile) -> str:
     wide = sum(len(x) == 3 for x in profile.config.wide)
     if not wide:
         return f"{profile.name}: {profile.config.to_string()}"
-    text = model.config.get_text_config(decoder=True)
-    layers, heads = text.num_hidden_layers, getattr(text, "num_key_value_heads", None)
-    of = f" of {layers * heads}" if isinstance(heads, int) else ""
-    return f"{profile.name}: {wide}{of} KV heads keep more keys"
+    layers, heads = count_heads(model)
+    return f"{profile.name}: {wide} of {layers * heads} KV heads keep more keys"
 
 
 @functools.cache

@@ -81,13 +81,13 @@ class SessionFile:
         ]
         return cls(model, settings, length, tensors.get("token_ids"), layers, version)
 
-    def check_origin(self, model: str, settings: str | None) -> None:
-        """Raise ValueError if a session is of another model, or of others than these settings."""
+    def check_origin(self, model: str, config: PrefillConfig | None) -> None:
+        """Raise ValueError if a session has a different model or, if given, different settings."""
+        file = _File(self.model, self.settings, 0, {})
         with native_errors():
-            _File(self.model, "", 0, {}).check_model(model)
-        here, there = (settings_text(x) for x in (settings or self.settings, self.settings))
-        if here != there:
-            raise ValueError(f"its settings must be {here}, got {there}")
+            file.check_model(model)
+            if config is not None:
+                file.check_settings(settings_fields(config))
 
     def _tensors(self) -> dict[str, Tensor]:
         begins = [

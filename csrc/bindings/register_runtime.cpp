@@ -155,6 +155,11 @@ void register_session_file(torch::Library& m) {
       .def("check_model",
            [](const Self& self, const std::string& wanted) { self->session.check_model(wanted); },
            "Refuse a session of another model, and name what differs.", {arg("wanted")})
+      .def("check_settings",
+           [](const Self& self, const std::string& wanted) {
+             self->session.check_settings(PrefillConfig::parse(wanted));
+           },
+           "Refuse a session of other settings.", {arg("wanted")})
       .def(
           "header",
           [](const Self& self) {

@@ -220,12 +220,16 @@ void SessionFile::check_model(const std::string& wanted) const {
   TORCH_CHECK_VALUE(false, "session must be of the model ", wanted, ", got one of ", model);
 }
 
+void SessionFile::check_settings(const PrefillConfig& wanted) const {
+  const auto here = PrefillConfig::parse(settings);
+  TORCH_CHECK_VALUE(here.matches(wanted), "session must have the settings ", wanted.to_string(),
+                    ", got ", here.to_string());
+}
+
 void SessionFile::check(const std::string& wanted_model, const PrefillConfig& wanted_settings,
                         int64_t layers, int64_t max_tokens) const {
   check_model(wanted_model);
-  const auto here = PrefillConfig::parse(settings);
-  TORCH_CHECK_VALUE(here.matches(wanted_settings), "session must have the settings ",
-                    wanted_settings.to_string(), ", got ", here.to_string());
+  check_settings(wanted_settings);
   const int64_t held = tensors.at("last_chunk_begin").size(0);
   TORCH_CHECK_VALUE(held == layers && length <= max_tokens, "session must have ", layers,
                     " layers and at most ", max_tokens, " tokens, got ", held, " and ", length);

@@ -27,13 +27,13 @@ from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.generation.runs import (
     Progress,
-    count_heads,
     count_steps,
     report_progress,
     settings_for,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
+from h2o_prefill.profile import count_heads
 from h2o_prefill.vocabulary import text_for
 
 # Factors of every head's L and H, tried one after the other.

@@ -27,13 +27,13 @@ from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     Progress,
     check_chunks,
-    count_heads,
     count_steps,
     eval_mode,
     prefill_mode,
     sparse_settings_for,
 )
 from h2o_prefill.generation.text import Corpus
+from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 

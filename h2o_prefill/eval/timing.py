@@ -18,12 +18,12 @@ from h2o_prefill.generation.runs import (
     Progress,
     check_counts,
     check_model,
-    count_heads,
     count_steps,
     eval_mode,
     prefill_mode,
     sparse_settings_for,
 )
+from h2o_prefill.profile import count_heads
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -102,17 +102,6 @@ def check_counts(argument: str, *values: Any) -> None:
             raise ValueError(f"{argument} must be >= 1 and an int, got {value!r}")
 
 
-def count_heads(model: nn.Module) -> tuple[int, int]:
-    """Return the decoder layers and their KV heads that a model's config names, 1 without it."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config(decoder=True)
-    layers, heads = (
-        getattr(config, name, 1) or 1 for name in ("num_hidden_layers", "num_key_value_heads")
-    )
-    return layers, heads
-
-
 def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
     """Return the output of `generate` for prompts, int64 [B, T], greedy unless options say else.
 

@@ -32,6 +32,7 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
+from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import Selector
 from h2o_prefill.state import PrefillState
 
@@ -110,14 +111,7 @@ class EnabledState:
 
     def shortest_sparse_prompt(self, model: Any) -> int:
         """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        text = model.config.get_text_config(decoder=True)
-        names = ("num_hidden_layers",), ("num_key_value_heads", "num_attention_heads")
-        # Models without attention have no heads, and some have a number of heads by layer.
-        sizes = (
-            next((x for x in (getattr(text, y, None) for y in some) if x), 1) for some in names
-        )
-        counts = (x if isinstance(x, int) else max(x) for x in sizes)
-        return self.config.shortest_sparse_prompt(self.like(model), *counts)
+        return self.config.shortest_sparse_prompt(self.like(model), *count_heads(model))
 
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""

@@ -23,7 +23,7 @@ from h2o_prefill.identity import (
     model_text,
     old_model_hash,
 )
-from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
+from h2o_prefill.session_file import SessionFile, SessionLayer
 from h2o_prefill.state import PrefillState, stacked_checkpoints, unstacked_checkpoints
 
 
@@ -69,18 +69,12 @@ def _in_width(state: PrefillState | None, memory_size: int) -> PrefillState | No
 def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
-    settings = None
-    if enabled is not None:
-        settings = settings_fields(enabled.config)
-        if enabled.config.is_auto:
-            number = PrefillConfig.parse(session.settings).min_prefill
-            settings = settings_fields(enabled.config.replace(min_prefill=number))
     marks = marks_of(model) if enabled is None else enabled.marks(model)
     if enabled is None:  # then rule, tokenizer and settings come from the file
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
         marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
-    old = session.version == 1
-    session.check_origin(old_model_hash(model) if old else model_text(model, marks), settings)
+    text = old_model_hash(model) if session.version == 1 else model_text(model, marks)
+    session.check_origin(text, None if enabled is None else enabled.config)
     wanted = [_rows_of(layer, session.length) for layer in layers]
     found = [held.key.shape[2] for held in session.layers]
     if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):

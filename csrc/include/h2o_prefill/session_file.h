@@ -27,6 +27,9 @@ struct H2O_API SessionFile {
   // Throws c10::ValueError, which names the difference, unless it is of this model.
   void check_model(const std::string& wanted) const;
 
+  // Throws c10::ValueError unless it has these settings; an open min_prefill fits any number.
+  void check_settings(const PrefillConfig& wanted) const;
+
   // Throws c10::ValueError unless it is of this model and these settings, and fits.
   void check(const std::string& wanted_model, const PrefillConfig& wanted_settings, int64_t layers,
              int64_t max_tokens) const;

@@ -328,7 +328,7 @@ def test_generate_continues_a_session(run, refused, small_commands, tiny, model_
     assert file.read_bytes() == (tmp_path / "same").read_bytes()
     whole = file.read_bytes()
     command = (*small_commands["generate"], "--session", file, "Judge!")
-    refused(run(*command, "--chunk-size", 32), "its settings must be .*chunk_size=32")
+    refused(run(*command, "--chunk-size", 32), "must have the settings .*chunk_size=32")
     refused(run(*command[:-2], tmp_path, "Judge!"), "--session must be a file in a folder")
     assert file.read_bytes() == whole
 

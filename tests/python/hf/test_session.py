@@ -199,7 +199,7 @@ def test_other_settings_are_refused(llama, ids, path):
     cache = ChunkedPrefillCache.load(path, llama)
     with enable(llama, cache.settings):
         ChunkedPrefillCache.load(path, llama)
-    with enable(llama, **SPARSE), pytest.raises(ValueError, match=r"its settings must be .*got"):
+    with enable(llama, **SPARSE), pytest.raises(ValueError, match=r"must have the settings .*got"):
         ChunkedPrefillCache.load(path, llama)
     with pytest.raises(FileNotFoundError, match="session: no such file"):
         ChunkedPrefillCache.load(path.with_name("none"), llama)
