@@ -32,19 +32,15 @@ class Engine:
         )
         self._asked = 0
 
-    def prefill(self, prompt: list[int], settings: str) -> tuple[float, float]:
-        """Return seconds and CPU seconds to the first token of a prompt that is not cached."""
+    def prefill(self, prompt: list[int], settings: str) -> None:
+        """Compute the first token after a prompt that is not cached."""
         self.forget()
-        begin, cpu = time.perf_counter(), time.process_time()
         self._model.generate({"prompt_token_ids": prompt}, self._params(settings), use_tqdm=False)
-        return time.perf_counter() - begin, time.process_time() - cpu
 
-    def first_tokens(
-        self, prompts: Sequence[list[int]], settings: str
-    ) -> tuple[list[float], float]:
-        """Return seconds to the first token of each prompt, all asked at once, and CPU seconds."""
+    def first_tokens(self, prompts: Sequence[list[int]], settings: str) -> list[float]:
+        """Return seconds to the first token of each prompt, all asked at once."""
         engine, seconds = self._model.llm_engine, []
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         for prompt in prompts:
             self._asked += 1
             asked: Any = {"prompt_token_ids": prompt}
@@ -52,7 +48,7 @@ class Engine:
         while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
             seconds += [time.perf_counter() - begin] * len(finished)
-        return seconds, time.process_time() - cpu
+        return seconds
 
     def forget(self) -> None:
         """Empty the prefix cache."""

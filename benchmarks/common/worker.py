@@ -24,7 +24,13 @@ _HERE = Path(__file__).parents[1]
 class Worker:
     """A process with an object of a class; its attributes are methods to call there."""
 
-    def __init__(self, python: Path, loader: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        python: Path,
+        loader: str,
+        arguments: Mapping[str, Any],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Start `loader`, "module:class", with `arguments` in the environment of `python`."""
         self.begin = time.perf_counter()
         paths = (str(_HERE), os.environ.get("PYTHONPATH"))
@@ -32,7 +38,11 @@ class Worker:
             [python, "-m", "common.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                **(variables or {}),
+            },
         )
         self._loader = loader
         self._ask((loader, dict(arguments)))
@@ -74,6 +84,7 @@ def peak_megabytes() -> float:
 
 # What every process answers.
 _FACTS: dict[str, Callable[..., Any]] = {
+    "cpu_seconds": time.process_time,
     "peak_megabytes": peak_megabytes,
     "version": importlib.metadata.version,
 }
