@@ -401,7 +401,7 @@ void register_context(torch::Library& m) {
            [](const Context& self, const at::Tensor& token_ids, std::optional<int64_t> total) {
              self->begin(token_ids, total);
            },
-           "Begin a call with new tokens, int64 [B, T]; total_tokens: with those of later calls.",
+           "Begin a call with new tokens, int64 [B, T]; total_tokens: of the whole prompt.",
            {arg("token_ids"), arg("total_tokens") = std::optional<int64_t>()})
       .def("begin_without_ids",
            [](const Context& self, int64_t num_tokens, std::optional<int64_t> total) {

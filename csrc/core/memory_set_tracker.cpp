@@ -205,7 +205,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t
     check_heads("key", key, state.scores);
     TORCH_CHECK_VALUE(
         state.scores.scalar_type() == accumulate_type(key) && state.scores.device() == key.device(),
-        "key must be like those of the calls before, whose scores are ",
+        "key must fit the earlier calls, whose scores are ",
         dtype_name(state.scores.scalar_type()), " on ", state.scores.device(), ", got ",
         describe(key));
   }

@@ -238,7 +238,7 @@ def _matching(root: _Piece, ids: Tensor) -> Iterator[_Piece]:
 
 
 def _is_checkpointed(cache: ChunkedPrefillCache, end: int, dense: bool) -> bool:
-    """Return whether sparse calls, or those of an all dense prompt, have prefilled so far."""
+    """Return whether the prompt so far came by sparse calls, or is all dense."""
     layers: list[Any] = cache.layers
     if not all(type(layer) is ChunkedPrefillLayer for layer in layers):
         return False

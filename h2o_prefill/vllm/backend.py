@@ -31,7 +31,7 @@ class Plan:
 
 
 class Backend(cpu_attn.CPUAttentionBackend):
-    """vLLM's backend with the builder and the attention below; its name is that of vLLM's."""
+    """vLLM's backend, under its own name, with the builder and the attention below."""
 
     @staticmethod
     def get_impl_cls() -> Any:
