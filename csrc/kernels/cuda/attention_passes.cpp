@@ -1,6 +1,8 @@
 #include "kernels/cuda/attention_passes.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/softmax.h>
 
 #include <algorithm>
 #include <limits>
@@ -85,12 +87,6 @@ AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& 
   return params;
 }
 
-AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t* limits) {
-  AttendForwardParams params = with_rows(call, {.begin = 0, .count = call.query.length, .past = 0});
-  params.limits = limits;
-  return params;
-}
-
 ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride) {
   ColumnSumsParams params{};
@@ -126,6 +122,46 @@ void AttentionStream::sum_columns(ColumnSumsParams pass) {
     pass.partial = workspace_.mutable_data_ptr<float>();
   }
   C10_CUDA_CHECK(kernels_.column_sums(pass, stream_));
+}
+
+int64_t parts_of_keys(const AttentionArguments& x, int64_t least_keys) {
+  if (x.query.size(0) > 1) return 1;
+  const int64_t blocks = x.query.size(1) * divide_up(x.length(), kLimitRows);
+  return std::max<int64_t>(std::min(kManyBlocks / blocks, x.total() / least_keys), 1);
+}
+
+at::Tensor attend_in_parts(const AttentionArguments& x, const at::Tensor& limits, int64_t parts) {
+  const at::Tensor& q = x.query;
+  const int64_t rows = x.length();
+  const auto limited = [&](const at::Tensor& out, const at::Tensor& lse) {
+    AttendForwardParams pass = attention_call(x, out, lse);
+    pass.rows.past = 0;
+    pass.limits = limits.const_data_ptr<int32_t>();
+    return pass;
+  };
+  const AttentionStream stream(q);
+  auto out = x.empty_out();
+  if (parts == 1) {
+    stream.attend(limited(out, /*lse=*/{}));
+    return out;
+  }
+  const auto of_parts = empty_heads(parts, q.size(1), rows, x.value.size(3), q);
+  auto lse = at::empty({parts, q.size(1), rows}, q.options().dtype(at::kFloat));
+  AttendForwardParams pass = limited(of_parts, lse);
+  pass.limits_step = divide_up(x.total(), parts);
+  pass.query.batch = parts;
+  pass.query.stride_batch = 0;
+  for (HeadsView* const history : {&pass.key, &pass.value}) {
+    history->batch = parts;
+    history->length = pass.limits_step;
+    history->stride_batch = pass.limits_step * history->stride_row;
+  }
+  // A sink counts once for all parts: as one more, without a value.
+  pass.sinks = nullptr;
+  stream.attend(pass);
+  if (x.sinks) lse = at::cat({lse, x.sinks->view({1, -1, 1}).expand({1, -1, rows})});
+  const auto weights = at::softmax(lse, 0).narrow(0, 0, parts).unsqueeze(-1);
+  return out.copy_(of_parts.mul(weights).sum(0, /*keepdim=*/true));
 }
 
 }  // namespace h2o_prefill

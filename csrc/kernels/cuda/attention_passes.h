@@ -38,9 +38,6 @@ AttendForwardParams memory_pass(const AttendForwardParams& call, const RowRange&
 AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& rows,
                                int64_t window = CausalRange::kNoWindow);
 
-// Row t attends to keys [0, limits[t]); rising, as AttendForwardParams has them.
-AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t* limits);
-
 // Column sums of a pass with the lse over its keys: of a chunk_pass(), element [b, h, p] of [B,
 // Hkv, stride] for the key at position p; of a memory_pass(), one for each member.
 ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
@@ -61,5 +58,13 @@ class AttentionStream {
   at::TensorOptions float_options_;
   at::Tensor workspace_;  // grows as passes need it
 };
+
+// Into how many parts of at least so many keys to cut the keys of one prompt, so that its rows fill
+// the GPU; 1 for several prompts.
+int64_t parts_of_keys(const AttentionArguments& x, int64_t least_keys);
+
+// Row t attends to keys [0, limits[t]), int32 as AttendForwardParams has them. The parts of the
+// keys of one prompt are the batch rows of one launch, whose results are merged.
+at::Tensor attend_in_parts(const AttentionArguments& x, const at::Tensor& limits, int64_t parts);
 
 }  // namespace h2o_prefill

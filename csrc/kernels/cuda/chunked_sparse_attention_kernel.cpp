@@ -86,9 +86,9 @@ class MemorySets {
 // all rows are computed at once, before the first chunk.
 class ExactRows {
  public:
-  ExactRows(const PrefillRequest& request, const AttendForwardParams& call, const at::Tensor& q,
-            const AttentionStream& stream)
+  ExactRows(const PrefillRequest& request, AttentionArguments x)
       : request_(request), measured_(request.measured_rows()) {
+    const at::Tensor& q = x.query;
     const int64_t heads = q.size(1);
     const auto ints = q.options().dtype(at::kInt);
     const auto rows = at::empty({q.size(0), heads, measured_.size()}, ints);
@@ -100,13 +100,9 @@ class ExactRows {
                                   .limits = limits.mutable_data_ptr<int32_t>(),
                                   .room = room};
     C10_CUDA_CHECK(launch_list_measured(list, c10::cuda::getCurrentCUDAStream()));
-    const auto queries = gather_rows(q, rows);
-    exact_ = empty_heads(q.size(0), heads, measured_.size(), request.value.size(3), q);
-    AttendForwardParams measured = call;
-    measured.query = heads_view(queries);
-    measured.out = heads_view(exact_);
-    measured.lse = nullptr;
-    stream.attend(limited_pass(measured, limits.const_data_ptr<int32_t>()));
+    x.query = gather_rows(q, rows);
+    // Larger parts than of a dense call: rows at the begin of a prompt see no key of most.
+    exact_ = attend_in_parts(x, limits, parts_of_keys(x, /*least_keys=*/2048));
   }
 
   // Records the errors of the chunk with these rows, whose output is final.
@@ -157,7 +153,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
     std::optional<ExactRows> exact;
-    if (request.settings.error_rows > 0) exact.emplace(request, call, x.query, stream);
+    if (request.settings.error_rows > 0) exact.emplace(request, x);
     for_each_chunk(request, [&](const RowRange& rows) {
       if (rows.position() > 0) {
         sets->select(previous_begin, rows.begin);

@@ -24,14 +24,14 @@ TEST(DenseAttention, CallsEqualMaskedSoftmax) {
 TEST(DenseAttention, SinksAndSoftcapOfFewRows) {
   const auto x = random_qkv(1100, 3, 1, at::kFloat, 1);
   const auto sinks = at::arange(3, at::kFloat);
-  for (const int64_t rows : {1, 13}) {
+  for (const int64_t rows : {1, 13, 600}) {
     const auto call = x.call(1100 - rows, 1100);
     EXPECT_TRUE(close(dense_attention(call.q, call.k, call.v), attend_causally(call).out));
     for (const auto& [scale, softcap] : {std::pair{0.7, 2.0}, {0.0, 2.0}, {1e-30, 1e300}}) {
       const auto out = dense_attention(call.q, call.k, call.v, scale, sinks, softcap);
       EXPECT_TRUE(close(out, dense_attention(call.q.to(at::kDouble), call.k.to(at::kDouble),
                                              call.v.to(at::kDouble), scale, sinks, softcap)))
-          << "scale " << scale;
+          << rows << " rows, scale " << scale;
       EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
     }
   }

@@ -164,9 +164,14 @@ TEST_P(Attention, RowsWithLimits) {
       limits.resize(2 * kLimitRows, limits.back());
       call.params.rows.past = 0;
       call.params.limits = limits.data();
-      call.run();
-      call.expect_close(
-          attend(call.in, [&](int64_t, int64_t, int64_t t) { return range(0, limits[t]); }));
+      for (const auto& [step, keys] : {std::pair{0, 500}, {120, 500}, {120, 310}}) {
+        call.params.limits_step = step;
+        call.params.key.length = keys;
+        call.run();
+        call.expect_close(attend(call.in, [&](int64_t b, int64_t, int64_t t) {
+          return range(0, std::clamp<int64_t>(limits[t] - b * step, 0, keys));
+        }));
+      }
     }
   }
 }
