@@ -22,6 +22,9 @@ class Engine:
         }
         from vllm import LLM
 
+        from h2o_prefill.vllm import register
+
+        register()  # vLLM goes on without a plugin that it cannot load.
         self._model = LLM(
             folder,
             dtype=dtype,

@@ -33,7 +33,9 @@ class Worker:
     ) -> None:
         """Start `loader`, "module:class", with `arguments` in the environment of `python`."""
         self.begin = time.perf_counter()
-        paths = (str(_HERE), os.environ.get("PYTHONPATH"))
+        # Sources in the path of this environment may be for another PyTorch than there.
+        ours = os.environ.get("PYTHONPATH") if python == Path(sys.executable) else None
+        paths = (str(_HERE), ours)
         self._process = subprocess.Popen(
             [python, "-m", "common.worker"],
             stdin=subprocess.PIPE,
