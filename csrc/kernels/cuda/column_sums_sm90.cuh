@@ -221,11 +221,11 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   const ColumnSumsParams& p = grid.params;
   const Part part = column_sums::part_of_block<kKeys, kGathered>(grid);
   const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
-  if (part.first_key >= columns) return;
   auto& shared = sm90::aligned_shared<typename S::Shared>();
   if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
   ptx::wait_for_earlier_launches();
+  if (part.first_key >= columns) return;
 
   const int32_t* const set =
       kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;
