@@ -15,6 +15,10 @@ using attend::KeyKind;
 // A scale of 0 would make 0 times -inf of masked logits.
 constexpr float kLeastScale = 1e-30F;
 
+// Shared memory of a multiprocessor of 8.0, and how much of it each block takes besides its own.
+constexpr int kSharedBytesOfA100 = 164 * 1024;
+constexpr int kReservedBytes = 1024;
+
 cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
                           const attend::ForwardGrid& grid, cudaStream_t stream) {
   if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
@@ -25,13 +29,15 @@ cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
 template <DType dtype, int kDim, int kHeads, KeyKind kKind>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend::ForwardShape<kDim, kHeads>;
+  constexpr int kSharedBytes = Shape::shared_bytes(kKind == KeyKind::kGathered);
+  static_assert(Shape::kBlocksPerSm * (kSharedBytes + kReservedBytes) <= kSharedBytesOfA100);
   attend::ForwardGrid grid = attend::grid_of(params, Shape::kHeadRows, kHeads);
   float& scale = grid.params.scale_log2;
   grid.negate = scale < 0.0F;
   if (grid.negate) scale = -scale;
   if (scale == 0.0F) scale = kLeastScale;
-  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kHeads, kKind>,
-                       Shape::shared_bytes(kKind == KeyKind::kGathered), grid, stream);
+  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kHeads, kKind>, kSharedBytes,
+                       grid, stream);
 }
 
 template <KeyKind kKind>

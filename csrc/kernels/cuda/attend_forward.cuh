@@ -29,10 +29,10 @@ struct ForwardShape {
   static constexpr int kTileElements = kRows * kDim + kStages * kStage;
   using Causal = CausalKeys<kWarpRows, kKeys>;
   using Limited = LimitedKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kHeadRows, kKeys>;
+  using Gathered = ListedKeys<kHeadRows, kKeys>;
 
   // The query tile, which becomes the tile of outputs; the ring; a RowTile of each head; what
-  // GatheredKeys keeps.
+  // ListedKeys keeps.
   static constexpr int shared_bytes(bool gathered) {
     return 2 * kTileElements + kHeads * static_cast<int>(sizeof(RowTile)) +
            (gathered ? Gathered::kSharedBytes : 0);
@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
     shared_rows[threadIdx.x] = rows;
     shared_rows[threadIdx.x].head += static_cast<int>(threadIdx.x);
   }
+  const int thread = static_cast<int>(threadIdx.x);
   const Keys keys(p, rows, shared_rows + kHeads);
   const tile::HeadRows key_rows = tile::head_rows(p.key, rows.batch, rows.kv_head, rows.key_begin);
   const tile::HeadRows value_rows =
@@ -92,8 +93,8 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
   }
   if constexpr (kGathered) {
     __syncthreads();
-    keys.store(0, keys.prepare(0));
-    keys.store(1, keys.prepare(1));
+    keys.store(0, keys.prepare(0, thread));
+    keys.store(1, keys.prepare(1, thread));
     __syncthreads();
   }
   if (keys.tiles > 0) load_keys(0, 0);
@@ -101,7 +102,6 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
   if (keys.tiles > 0) load_values(0, kStage);
   ptx::cp_async_commit();
 
-  const int thread = static_cast<int>(threadIdx.x);
   const int tile_row = thread / 32 * kWarpRows;
   const int warp_head = kHeads > 1 ? tile_row / Shape::kHeadRows : 0;
   const int warp_row = tile_row - warp_head * Shape::kHeadRows;  // of the head's rows
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
     wait_for_stage();
     if (j + 1 < keys.tiles) load_values(j + 1, loaded);
     ptx::cp_async_commit();
-    const typename Keys::Lookup lookup = keys.prepare(j + 2);
+    const typename Keys::Lookup lookup = keys.prepare(j + 2, thread);
     if (!masked) tile::multiply_rounded<dtype, kUnits>(out, s, ring + stage, lane);
     if (j + 2 < keys.tiles) keys.store(j + 2, lookup);
     next_stage();

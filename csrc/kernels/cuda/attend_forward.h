@@ -18,8 +18,8 @@ namespace h2o_prefill {
 //             these are in the set or not before the pass's rows.
 //
 // Positions outside of the history are absent. Rows of tensors may lie anywhere as long as they
-// begin at a multiple of 16 bytes, for 16-bit dtypes; the last dimension is contiguous, at most 256
-// long, and a multiple of 8.
+// begin at a multiple of 16 bytes, for 16-bit dtypes, less than 2^31 apart; the last dimension is
+// contiguous, at most 256 long, and a multiple of 8.
 constexpr int64_t kLimitRows = 128;
 
 // Blocks of the kernels of sm_80 that fill the GPUs that these are for.

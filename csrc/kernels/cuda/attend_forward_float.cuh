@@ -18,7 +18,7 @@ struct FloatShape {
   static constexpr int kOutputs = kMaxDim / 32;  // of a lane and row
   using Causal = CausalKeys<kWarpRows, kKeys>;
   using Limited = LimitedKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kRows, kKeys>;
+  using Gathered = ListedKeys<kRows, kKeys>;
 
   // Query rows, key rows an odd number of words apart, value rows; what Gathered keeps.
   __host__ __device__ static constexpr int floats(int dim, int value_dim) {
@@ -78,17 +78,18 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
   float* const query_tile = ptx::dynamic_shared<float>();
   float* const key_tile = query_tile + Shape::kRows * dim;
   float* const value_tile = key_tile + kKeys * key_stride;
+  const int thread = static_cast<int>(threadIdx.x);
   const Keys keys(p, rows, query_tile + Shape::floats(dim, value_dim));
   load_float_rows<Shape::kRows>(query_tile, dim, p.query, rows.batch, rows.head, rows.first,
                                 [&](int r) { return r < rows.count ? r : -1; });
   if constexpr (kGathered) {
     __syncthreads();
-    keys.store(0, keys.prepare(0));
-    keys.store(1, keys.prepare(1));
+    keys.store(0, keys.prepare(0, thread));
+    keys.store(1, keys.prepare(1, thread));
   }
 
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
+  const int lane = thread % 32;
+  const int warp_row = thread / 32 * kWarpRows;
   float maximum[kWarpRows];
   float sum[kWarpRows] = {};
   float out[kWarpRows][Shape::kOutputs] = {};
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
     }
     if constexpr (kGathered) {
       __syncthreads();
-      keys.store(j + 2, keys.prepare(j + 2));
+      keys.store(j + 2, keys.prepare(j + 2, thread));
     }
   }
   if constexpr (kGathered) {

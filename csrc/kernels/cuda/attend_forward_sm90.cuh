@@ -31,9 +31,9 @@ struct Shape {
   static constexpr int kStages = 2;
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
 
-  // A tile's positions are read until its values are copied; by then the next tile's are known, and
-  // a thread that is ahead writes the positions of the one after it.
+  // A tile of keys is resolved before there is space for it, while the tiles in the ring are used.
   static constexpr int kSlots = 4;
+  static_assert(kSlots > kStages);
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
   using Limited = attend::LimitedKeys<sm90::kGroupRows, kKeys>;
   using Gathered = attend::GatheredKeys<kHeadRows, kKeys, kSlots>;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
   int row_tiles = 0;
   int key_tiles = 0;
   for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](const RowTile& rows) {
-    if constexpr (kGathered) sync();  // nobody needs the last row tile's slots
+    if constexpr (kGathered) sync();  // nobody looks up keys of the last row tile
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
     if constexpr (kGathered) {
@@ -105,18 +105,16 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
         tile::head_rows(p.key, rows.batch, rows.kv_head, rows.key_begin);
     const tile::HeadRows value_rows =
         tile::head_rows(p.value, rows.batch, rows.kv_head, rows.key_begin);
-    const auto copy = [&](uint16_t* slabs, const tile::HeadRows& from, int j) {
-      sm90::load_slabs<S::kKeys, S::kSlabs>(slabs, from, [&](int r) { return keys.row_of(j, r); });
-    };
 
-    typename Keys::Lookup lookup = keys.prepare(0);
+    const int own = sm90::row_of_lane(thread);
+    typename Keys::Lookup lookup = keys.prepare(0, own);
     shared.query_ring.wait_for_space(row_tiles);
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
-      sm90::load_slabs<S::kHeadRows, S::kSlabs, S::kRows>(
+      sm90::copy_rows<S::kHeadRows, S::kSlabs, S::kRows>(
           shared.query + head * S::kHeadRows * layout_sm90::kSlabColumns,
           tile::head_rows(p.query, rows.batch, rows.head + head, rows.first),
-          [&](int r) { return r < rows.count ? r : -1; });
+          own < rows.count ? own : -1, thread);
     }
     if (thread == 0) {
       shared.memory_tiles = memory_tiles;
@@ -124,24 +122,30 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
     }
     shared.query_ring.arrive_full(row_tiles++, thread);
 
+    int row = -1;  // that the lane has looked up, of tile j and of the one before
+    int row_before = -1;
+    const auto resolve = [&](int j) {
+      row = keys.resolve(j, own, lookup);
+      lookup = keys.prepare(j + 1, own);
+    };
+    if (keys.tiles > 0) resolve(0);
 #pragma unroll 1
     for (int j = 0; j <= keys.tiles; ++j) {
       const int i = key_tiles + j;
       if (j < keys.tiles) {
         shared.key_ring.wait_for_space(i);
-        if constexpr (kGathered) {
-          keys.store(j, lookup);
-          sync();
-          lookup = keys.prepare(j + 1);
-        }
-        copy(shared.key[i % S::kStages], key_rows, j);
+        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.key[sm90::Turn<S::kStages>(i).stage], key_rows,
+                                             row, thread);
         shared.key_ring.arrive_full(i, thread);
       }
       if (j > 0) {
         shared.value_ring.wait_for_space(i - 1);
-        copy(shared.value[(i - 1) % S::kStages], value_rows, j - 1);
+        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.value[sm90::Turn<S::kStages>(i - 1).stage],
+                                             value_rows, row_before, thread);
         shared.value_ring.arrive_full(i - 1, thread);
       }
+      row_before = row;
+      if (j + 1 < keys.tiles) resolve(j + 1);
     }
     key_tiles += keys.tiles;
   });
@@ -242,16 +246,16 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
     float out[kDim / 2] = {};
     Weights<S::kKeys> weights;
     attend::OnlineSoftmax<1> softmax;
-    const auto store_memory_lse = [&] {
-      if constexpr (kGathered) attend::store_memory_lse(p, rows, softmax, warp_row);
+    attend::OnlineSoftmax<1> of_memory;
+    const auto stage_of = [&](int j) {
+      return sm90::Turn<S::kStages>(key_tiles + j).stage * kStage;
     };
-    const auto stage_of = [&](int j) { return (key_tiles + j) % S::kStages * kStage; };
     // Replaces the products of key tile j by weights.
     const auto weigh = [&](int j) {
       ptx::fence_accumulators(s);
       if (j + 1 == tiles) shared.query_ring.release(row_tiles, thread);
       if constexpr (kGathered) {
-        const int slot = (key_tiles + j) % S::kSlots;
+        const int slot = static_cast<uint32_t>(key_tiles + j) % S::kSlots;
         if (j >= memory_tiles || !shared.gathered.has_all(slot)) {
           attend::mask(by_tiles(s), shared.gathered, slot, warp_row, lane);
         }
@@ -260,11 +264,10 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
       }
       shared.key_ring.release(key_tiles + j, thread);
       const auto rescaling = softmax.update(by_tiles(s), p.scale_log2);
-      if (j + 1 == memory_tiles) store_memory_lse();
+      if (kGathered && j + 1 == memory_tiles) of_memory = softmax;
       return rescaling;
     };
 
-    if (memory_tiles == 0) store_memory_lse();
     if (tiles == 0) {
       shared.query_ring.release(row_tiles, thread);
     } else {
@@ -315,6 +318,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
     }
     key_tiles += tiles;
     ++row_tiles;
+    if constexpr (kGathered) attend::store_memory_lse(p, rows, of_memory, warp_row);
     attend::store_result<dtype, kDim>(p, rows, by_tiles(out), softmax, warp_tile, warp_row);
   });
   turns.end();

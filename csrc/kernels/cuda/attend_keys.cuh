@@ -2,11 +2,14 @@
 //
 // All kinds have the same members:
 //   tiles                  number of tiles
-//   prepare(j), store(j, lookup)
-//                          look up the keys of tile j, in two steps; the block sees them after the
-//                          next barrier. As many tiles are known at a time as there are slots.
-//   row_of(j, r)           row in the history of key r of tile j, counted from the start of the
-//                          range; negative: absent
+//   prepare(j, r), resolve(j, r, lookup)
+//                          look up, in two steps, the row in the history of key r of tile j,
+//                          counted from the start of the range; negative: absent. What the members
+//                          below need of it is there after the next barrier. As many tiles are
+//                          known at a time as there are slots.
+//   store(j, lookup), row_of(j, r)
+//                          of kernels that load any row by any thread: resolves the keys of tile j,
+//                          whose rows the block sees after the next barrier
 //   fully_masked(j, w)     whether none of the kPartRows rows from w on sees any key of tile j
 //   unmasked(j, w)         whether all of these rows see all keys of tile j
 //   is_visible(j, r, row)  whether row `row` of the query tile sees key r
@@ -55,7 +58,10 @@ struct KeyRange {
   __device__ __forceinline__ explicit KeyRange(int count)
       : count(count), tiles(divide_up(count, kKeys)) {}
 
-  __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
+  __device__ __forceinline__ Lookup prepare(int /*j*/, int /*r*/) const { return {}; }
+  __device__ __forceinline__ int resolve(int j, int r, const Lookup& /*lookup*/) const {
+    return row_of(j, r);
+  }
   __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
   __device__ __forceinline__ int row_of(int j, int r) const {
     const int key = j * kKeys + r;
@@ -120,14 +126,13 @@ struct CausalKeys : KeyRange<kKeys> {
 
 // The tiles of kRows rows of the memory set, then of the recalled keys of all the rows' blocks.
 //
-// Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
-// absent, and the rows of the query tile that see it: the first one in the low byte, the last one
-// in the high byte.
-template <int kRows, int kKeys, int kSlots = 2>
+// Shared memory holds for a tile, in one of kSlots slots, the rows of the query tile that see each
+// key: the first one in the low byte, the last one in the high byte.
+template <int kRows, int kKeys, int kSlots>
 struct GatheredKeys {
   static constexpr uint16_t kAllRows = (kRows - 1) << 8;
   static constexpr uint16_t kNoRow = 0xFF;
-  static_assert(kRows <= kNoRow && kKeys <= tile::kThreads);
+  static_assert(kRows <= kNoRow);
 
   struct Lookup {
     int32_t position;
@@ -136,7 +141,6 @@ struct GatheredKeys {
 
   // In shared memory, not in registers.
   struct Shared {
-    int32_t positions[kSlots][kKeys];
     uint16_t visible[kSlots][kKeys];
     int64_t memory;       // element of `indices` where the head's memory set begins
     int position;         // absolute, of the tile's first row
@@ -156,7 +160,6 @@ struct GatheredKeys {
       return row >= (rows & 0xFF) && row <= rows >> 8;
     }
   };
-  static constexpr int kSharedBytes = sizeof(Shared);
 
   const AttendForwardParams& p;
   Shared* const shared;
@@ -166,9 +169,9 @@ struct GatheredKeys {
 
   // By the block's first kThreads threads, between barriers.
   __device__ __forceinline__ GatheredKeys(const AttendForwardParams& params, const RowTile& rows,
-                                          void* shared_memory)
+                                          Shared* shared)
       : p(params),
-        shared(static_cast<Shared*>(shared_memory)),
+        shared(shared),
         memory_tiles(divide_up(static_cast<int>(params.memory.width), kKeys)),
         tiles(memory_tiles),
         first_slot(0) {
@@ -203,15 +206,13 @@ struct GatheredKeys {
     }
   }
 
-  __device__ __forceinline__ Lookup prepare(int j) const {
+  __device__ __forceinline__ Lookup prepare(int j, int r) const {
     Lookup lookup{-1, 0};
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= kKeys) return lookup;
     if (j < memory_tiles) {
-      const int i = j * kKeys + thread;
+      const int i = j * kKeys + r;
       if (i < p.memory.width) lookup.position = p.memory.positions[shared->memory + i];
     } else {
-      const int i = (j - memory_tiles) * kKeys + thread;
+      const int i = (j - memory_tiles) * kKeys + r;
       if (i < shared->entries) {
         lookup.position = p.recall.positions[shared->first_entry + i];
         lookup.visible_from = p.recall.visible_from[shared->first_entry + i];
@@ -220,19 +221,16 @@ struct GatheredKeys {
     return lookup;
   }
 
-  __device__ __forceinline__ void store(int j, const Lookup& lookup) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= kKeys) return;
+  __device__ __forceinline__ int resolve(int j, int r, const Lookup& lookup) const {
     uint16_t rows = kNoRow;
     if (tile::is_row_of(p.key, lookup.position))
-      rows = j < memory_tiles ? kAllRows : rows_that_recall(j, lookup);
-    shared->positions[slot_of(j)][thread] = rows == kNoRow ? -1 : lookup.position;
-    shared->visible[slot_of(j)][thread] = rows;
+      rows = j < memory_tiles ? kAllRows : rows_that_recall(j, r, lookup);
+    shared->visible[slot_of(j)][r] = rows;
+    return rows == kNoRow ? -1 : lookup.position;
   }
 
-  __device__ __forceinline__ int slot_of(int j) const { return (first_slot + j) % kSlots; }
-  __device__ __forceinline__ int row_of(int j, int r) const {
-    return shared->positions[slot_of(j)][r];
+  __device__ __forceinline__ int slot_of(int j) const {
+    return static_cast<uint32_t>(first_slot + j) % kSlots;
   }
   // Absent members of a memory set are its last ones.
   __device__ __forceinline__ bool fully_masked(int j, int /*w*/) const {
@@ -246,9 +244,9 @@ struct GatheredKeys {
   }
 
  private:
-  __device__ __forceinline__ uint16_t rows_that_recall(int j, const Lookup& lookup) const {
+  __device__ __forceinline__ uint16_t rows_that_recall(int j, int r, const Lookup& lookup) const {
     if (lookup.position >= shared->recall_end || in_memory(lookup.position)) return kNoRow;
-    const int i = (j - memory_tiles) * kKeys + static_cast<int>(threadIdx.x);
+    const int i = (j - memory_tiles) * kKeys + r;
     const int block_rows = static_cast<int>(p.recall.block);
     const int begin = shared->first_block_row + block_of(shared->first_entry + i) * block_rows;
     const int first = max(lookup.visible_from - shared->position, max(begin, 0));
@@ -285,6 +283,35 @@ struct GatheredKeys {
       }
     }
     return low < width && memory[low] == position;
+  }
+};
+
+// The same where any thread may load any row, so that shared memory holds these too.
+template <int kRows, int kKeys>
+struct ListedKeys : GatheredKeys<kRows, kKeys, 2> {
+  using Keys = GatheredKeys<kRows, kKeys, 2>;
+  static_assert(kKeys <= tile::kThreads);
+
+  struct Shared : Keys::Shared {
+    int32_t rows[2][kKeys];
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+
+  __device__ __forceinline__ ListedKeys(const AttendForwardParams& params, const RowTile& rows,
+                                        void* shared_memory)
+      : Keys(params, rows, static_cast<Shared*>(shared_memory)) {}
+
+  // Resolves the keys of tile j, each by the thread that has looked it up.
+  __device__ __forceinline__ void store(int j, const typename Keys::Lookup& lookup) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= kKeys) return;
+    rows_of(j)[thread] = Keys::resolve(j, thread, lookup);
+  }
+  __device__ __forceinline__ int row_of(int j, int r) const { return rows_of(j)[r]; }
+
+ private:
+  __device__ __forceinline__ int32_t* rows_of(int j) const {
+    return static_cast<Shared*>(this->shared)->rows[j % 2];
   }
 };
 

@@ -17,6 +17,7 @@ constexpr int64_t kLargestHeadDim = 256;
 
 bool has_aligned_rows(const at::Tensor& t) {
   if (t.size(-1) > 1 && t.stride(-1) != 1) return false;
+  if (t.size(-2) > 1 && t.stride(-2) * t.element_size() > INT32_MAX) return false;
   if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment) return false;
   for (int64_t d = 0; d + 1 < t.dim(); ++d) {
     if (t.size(d) > 1 && t.stride(d) * t.element_size() % kAlignment) return false;

@@ -56,14 +56,16 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
                                         const int32_t* set, int tiles, int thread) {
   using S = Shape<kDim>;
   const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
-  sm90::load_slabs<kKeys, S::kSlabs>(
+  const int own = sm90::row_of_lane(thread);
+  int key = -1;
+  if (part.first_key + own < columns) {
+    key = kGathered ? column_sums::row_of_member(p, set, part.first_key + own) : own;
+  }
+  sm90::copy_rows<kKeys, S::kSlabs>(
       shared.keys,
       tile::head_rows(p.key, part.batch, part.kv_head,
                       kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key),
-      [&](int r) {
-        if (part.first_key + r >= columns) return -1;
-        return kGathered ? column_sums::row_of_member(p, set, part.first_key + r) : r;
-      });
+      key, thread);
 
   // Loaded a tile ahead, to hide the latency.
   QueryTile now{part.first_head, part.first_row};
@@ -78,9 +80,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
   for (int i = 0; i < tiles; ++i) {
     const int stage = sm90::Turn<S::kStages>(i).stage;
     shared.ring.wait_for_space(i);
-    sm90::load_slabs<kRows, S::kSlabs>(
+    sm90::copy_rows<kRows, S::kSlabs>(
         shared.query[stage], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
-        [&](int r) { return now.row + r < part.end_row ? now.row + r : -1; });
+        now.row + own < part.end_row ? now.row + own : -1, thread);
     shared.offsets[stage][thread] = column_sums::offset_of(lse);
     shared.ring.arrive_full(i, thread);
     now.advance(part);
@@ -221,11 +223,11 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   const ColumnSumsParams& p = grid.params;
   const Part part = column_sums::part_of_block<kKeys, kGathered>(grid);
   const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
-  if (part.first_key >= columns) return;
   auto& shared = sm90::aligned_shared<typename S::Shared>();
   if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
   ptx::wait_for_earlier_launches();
+  if (part.first_key >= columns) return;
 
   const int32_t* const set =
       kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;

@@ -30,8 +30,9 @@ inline cudaError_t allow_shared_bytes(const void* kernel, int device, size_t sha
 
 // Runs kernel(params) on `stream` with `shared_bytes` of dynamic shared memory. An empty grid is no
 // work, not an error. Errors of the launch itself are returned and not left for the next call.
-// overlapped: the kernel begins with ptx::wait_for_earlier_launches(), so its blocks may start, up
-// to there, while the launch before it ends. Compute capability 9.0 and up does that.
+// overlapped: every block of the kernel begins with ptx::wait_for_earlier_launches(), so it may
+// start, up to there, while the launch before it ends. Compute capability 9.0 and up does that. The
+// launch after it waits for this one alone, which must not end before the earlier ones.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
                    cudaStream_t stream, const Params& params, bool overlapped = false) {

@@ -16,7 +16,6 @@ constexpr int kWarpgroupThreads = layout_sm90::kWarpgroupThreads;
 constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-static_assert(kWarpgroupThreads == tile::kThreads);  // tile::load() is by the first warpgroup
 
 constexpr int kGroupRows = 64;  // of a product of one warpgroup
 constexpr int kBlockRows = kConsumers * kGroupRows;
@@ -55,7 +54,7 @@ struct Turn {
   uint32_t parity;
 
   __device__ __forceinline__ explicit Turn(int i)
-      : stage(i % kStages), parity(static_cast<uint32_t>(i / kStages) % 2) {}
+      : stage(static_cast<uint32_t>(i) % kStages), parity(static_cast<uint32_t>(i) / kStages % 2) {}
 };
 
 // One arrival for the 32 lanes.
@@ -117,17 +116,37 @@ struct Turns {
 };
 constexpr int kFirstFreeBarrier = 1 + kConsumers;
 
-// Begins to copy rows row_of(0 .. kTileRows - 1) to slabs of kSlabRows rows, by the first
-// warpgroup.
-template <int kTileRows, int kSlabs, int kSlabRows = kTileRows, typename RowOf>
-__device__ __forceinline__ void load_slabs(uint16_t* slabs, const tile::HeadRows& rows,
-                                           const RowOf& row_of) {
+// The row of a tile that a lane looks up. The lanes of a warp look up those that the warp copies: 4
+// of each 16.
+__device__ __forceinline__ int row_of_lane(int thread) {
+  return thread / 32 * 4 + thread % 4 + thread % 32 / 4 * 16;
+}
+
+// Begins to copy a tile of kTileRows rows of a head to slabs of kSlabRows rows, by the first
+// warpgroup, 8 lanes a row: row_of_lane(thread) of the tile is `row` of the head. Zeros where that
+// is negative and after the end of rows.
+template <int kTileRows, int kSlabs, int kSlabRows = kTileRows>
+__device__ __forceinline__ void copy_rows(uint16_t* slabs, const tile::HeadRows& rows, int row,
+                                          int thread) {
+  constexpr int kPassRows = kWarpgroupThreads / layout_sm90::kSlabUnits;
+  const int unit = thread % layout_sm90::kSlabUnits;
+  const int to = layout_sm90::slab_unit(thread / layout_sm90::kSlabUnits, unit, kSlabRows);
+  uint16_t* const slab = slabs + to * tile::kUnitElements;
+  const char* const data = reinterpret_cast<const char*>(rows.data + unit * tile::kUnitElements);
+  // Less than 2^31, so that an address is one instruction: 32 by 32 bits, added to 64. Where a loop
+  // knew it from before, the compiler would multiply 64 bits.
+  const int stride = tile::recomputed(static_cast<int>(rows.stride * sizeof(uint16_t)));
 #pragma unroll
-  for (int s = 0; s < kSlabs; ++s) {
-    const int column = s * layout_sm90::kSlabColumns;
-    const tile::HeadRows of_slab{rows.data + column, rows.stride,
-                                 rows.units - s * layout_sm90::kSlabUnits};
-    tile::load<kTileRows, layout_sm90::kSlabUnits>(slabs + column * kSlabRows, of_slab, row_of);
+  for (int i = 0; i < kTileRows / kPassRows; ++i) {
+    const int from = __shfl_sync(0xFFFFFFFFU, row, thread % 32 / layout_sm90::kSlabUnits + 4 * i);
+    const char* const source = data + static_cast<int64_t>(from) * stride;
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      const int column = s * layout_sm90::kSlabColumns;
+      const bool valid = from >= 0 && unit + s * layout_sm90::kSlabUnits < rows.units;
+      ptx::cp_async_16(slab + column * kSlabRows + i * kPassRows * layout_sm90::kSlabColumns,
+                       source + s * layout_sm90::kSlabRowBytes, valid);
+    }
   }
 }
 

@@ -10,6 +10,9 @@ namespace cuda_emulation {
 // the same group of 4 banks.
 inline int64_t ldmatrix_conflicts = 0;
 
+// Threads of the last launch that have waited for earlier launches.
+inline size_t threads_that_waited = 0;
+
 // The most shared memory that a block may have. As it is, the limit of 8.6, 8.9 and 12.0, which
 // every architecture from sm_80 has; kernels for 9.0 alone are run with 227 KB.
 constexpr size_t kMaxSharedBytes = 99 * 1024;

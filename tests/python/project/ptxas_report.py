@@ -1,17 +1,23 @@
-"""Compiles the CUDA kernels and reads what ptxas says of each.
+"""Compiles the CUDA kernels, reads what ptxas says of each, and counts the instructions of loops.
 
-As a program it writes the table of registers anew: python tests/python/project/ptxas_report.py
+As a program it writes the table of both anew: python tests/python/project/ptxas_report.py
 """
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_code import MachineCode
 
 CSRC = Path(__file__).parents[3] / "csrc"
 BUDGET = Path(__file__).parent / "register_budget.json"
@@ -24,6 +30,9 @@ ARCHS = {
 }  # fmt: skip
 # Bytes that a kernel may spill.
 SPILLED = {"sm_100 alone": 16, "sm_120 alone": 32}
+# Whose main loops are counted, and by how much one may grow.
+COUNTED = ("sm_80", "sm_90a")
+GROWTH = 1.03
 PROCESSES = 2
 
 _SERIALISED = re.compile(r"C75(?:08|10|12|14)\b.*")
@@ -42,6 +51,7 @@ class Kernel:
     stack: int
     spill_stores: int
     spill_loads: int
+    loops: tuple[int, ...]  # instructions of each, if counted
 
     @property
     def family(self) -> str:
@@ -70,6 +80,39 @@ def find_nvcc() -> str | None:
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     path = os.pathsep.join([*(f"{home}/bin" for home in homes), os.environ.get("PATH", "")])
     return shutil.which("nvcc", path=path) or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def find_cuobjdump() -> str | None:
+    """Return the disassembler, Triton's where no toolkit has one."""
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    triton = importlib.util.find_spec("triton")
+    for folder in (triton.submodule_search_locations or ()) if triton else ():
+        found = found or shutil.which("cuobjdump", path=f"{folder}/backends/nvidia/bin")
+    return found
+
+
+def disassemble(cuobjdump: str, path: Path) -> dict[str, str]:
+    """Return the machine code of each kernel of a compiled file."""
+    command = [cuobjdump, "--dump-sass", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    _, *functions = re.split(r"\n\s*Function : ", text)
+    return {function.split("\n")[0]: function for function in functions}
+
+
+def loops_of(arch: str) -> str:
+    """Return the name of the column of loops."""
+    return f"loops of {arch}"
+
+
+def main_loops(compiled: list[Compiled], arch: str) -> dict[str, list[list[int]]]:
+    """Return the main loops of each kernel of a family, where dtypes are alike."""
+    longest: dict[str, dict[str, list[int]]] = {}
+    for kernel in (kernel for each in compiled for kernel in each.kernels):
+        if kernel.loops and kernel.arch == arch:
+            of_family = longest.setdefault(kernel.family, {})
+            name = re.sub(r"DTypeE\d", "", kernel.mangled)
+            of_family[name] = max(of_family.get(name, []), list(kernel.loops))
+    return {name: [row[key] for key in sorted(row)] for name, row in longest.items()}
 
 
 def known_archs(nvcc: str) -> list[str]:
@@ -101,22 +144,24 @@ def family(mangled: str) -> str:
     return f"{name}<{', '.join(numbers)}>" if numbers else name
 
 
-def parse(output: str, arch: str) -> tuple[Kernel, ...]:
+def parse(output: str, arch: str, loops: dict[str, tuple[int, ...]]) -> tuple[Kernel, ...]:
     """Read the kernels from the output of `-Xptxas -v`."""
     kernels = []
     for entry in re.split(r"(?=ptxas info\s*: Compiling entry function)", output)[1:]:
         name, memory, registers = (p.search(entry) for p in (_ENTRY, _MEMORY, _REGISTERS))
         if name is None or memory is None or registers is None:
             raise ValueError(f"the output of ptxas is not understood:\n{entry}")
-        kernels.append(Kernel(name[1], arch, int(registers[1]), *map(int, memory.groups())))
+        counts = (int(registers[1]), *map(int, memory.groups()))
+        kernels.append(Kernel(name[1], arch, *counts, loops.get(name[1], ())))
     return tuple(kernels)
 
 
 def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
+    built = folder / f"{source.stem}.{arch}.o"
     command = [
         nvcc, "-std=c++20", "-O3", "-DNDEBUG", f"-I{CSRC}", f"-I{CSRC}/include", "-Xptxas", "-v",
         "-gencode", f"arch={ARCHS[arch]},code={arch.split()[0]}",
-        "-c", source, "-o", folder / f"{source.stem}.{arch}.o",
+        "-c", source, "-o", built,
     ]  # fmt: skip
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False
@@ -124,24 +169,33 @@ def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
     output = done.stdout + done.stderr
     if done.returncode:
         return Compiled(source.name, arch, output, (), ())
-    return Compiled(
-        source.name, arch, None, parse(output, arch), tuple(_SERIALISED.findall(output))
-    )
+    loops = {}
+    if (cuobjdump := find_cuobjdump()) and arch in COUNTED:
+        for name, text in disassemble(cuobjdump, built).items():
+            loops[name] = tuple(MachineCode(text).main_loops())
+    kernels = parse(output, arch, loops)
+    return Compiled(source.name, arch, None, kernels, tuple(_SERIALISED.findall(output)))
 
 
 def main() -> None:
     """Write the table from what the kernels take now, rounded up to what the hardware hands out."""
     nvcc = find_nvcc()
-    if nvcc is None:
-        raise SystemExit("nvcc is needed")
+    if nvcc is None or find_cuobjdump() is None:
+        raise SystemExit("nvcc and cuobjdump are needed")
     table: dict[str, dict[str, int]] = {}
-    for compiled in compile_all(nvcc, known_archs(nvcc)):
+    everything = compile_all(nvcc, known_archs(nvcc))
+    for compiled in everything:
         if compiled.error:
             raise SystemExit(compiled.error)
         for kernel in compiled.kernels:
             row = table.setdefault(kernel.family, {})
             row[kernel.arch] = max(row.get(kernel.arch, 0), -(-kernel.registers // 8) * 8)
-    ordered = {name: {a: row[a] for a in ARCHS if a in row} for name, row in sorted(table.items())}
+    ordered: dict[str, dict[str, object]] = {
+        name: {a: row[a] for a in ARCHS if a in row} for name, row in sorted(table.items())
+    }
+    for arch in COUNTED:
+        for name, loops in main_loops(everything, arch).items():
+            ordered[name][loops_of(arch)] = loops
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in ordered.items())
     BUDGET.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 

@@ -3,9 +3,7 @@
 Needs nvcc and cuobjdump, of a CUDA toolkit or of Triton, but no GPU.
 """
 
-import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,18 +20,9 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 REGISTERS = {"USETMAXREG.DEALLOC": 56, "USETMAXREG.TRY_ALLOC": 224}
 
 
-def find_cuobjdump():
-    """Return the disassembler, Triton's where no toolkit has one."""
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
-    triton = importlib.util.find_spec("triton")
-    for folder in (triton.submodule_search_locations or ()) if triton else ():
-        found = found or shutil.which("cuobjdump", path=f"{folder}/backends/nvidia/bin")
-    return found
-
-
 def instructions(source, folder):
     """Compile a file of kernels for sm_90a; return the instructions of each kernel."""
-    nvcc, cuobjdump = ptxas_report.find_nvcc(), find_cuobjdump()
+    nvcc, cuobjdump = ptxas_report.find_nvcc(), ptxas_report.find_cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump: set CUDA_HOME to a CUDA toolkit")
     csrc, cubin = ptxas_report.CSRC, folder / "kernels.cubin"
@@ -41,11 +30,7 @@ def instructions(source, folder):
     arch = "-gencode=arch=compute_90a,code=sm_90a"
     kernels = csrc / "kernels" / "cuda" / source
     subprocess.run([nvcc, *options, arch, kernels, "-o", cubin], check=True)
-    text = subprocess.run(
-        [cuobjdump, "--dump-sass", cubin], check=True, capture_output=True, text=True
-    ).stdout
-    _, *functions = re.split(r"\n\s*Function : ", text)
-    return {function.split("\n")[0]: function for function in functions}
+    return ptxas_report.disassemble(cuobjdump, cubin)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ T* dynamic_shared() {
 }
 
 // Launches follow one another.
-inline void wait_for_earlier_launches() {}
+inline void wait_for_earlier_launches() { ++cuda_emulation::threads_that_waited; }
 
 inline uint32_t shared_address(const void* pointer) {
   return cuda_emulation::shared_address(pointer);
