@@ -205,9 +205,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t
     check_heads("key", key, state.scores);
     TORCH_CHECK_VALUE(
         state.scores.scalar_type() == accumulate_type(key) && state.scores.device() == key.device(),
-        "key must fit the earlier calls, whose scores are ",
-        dtype_name(state.scores.scalar_type()), " on ", state.scores.device(), ", got ",
-        describe(key));
+        "key must fit the earlier calls, whose scores are ", dtype_name(state.scores.scalar_type()),
+        " on ", state.scores.device(), ", got ", describe(key));
   }
   grow(layer, key, accumulate_type(key), capacity);
   return {state.scores, state.memory, state.errors};

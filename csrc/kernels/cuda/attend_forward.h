@@ -13,7 +13,7 @@ namespace h2o_prefill {
 // Which keys the rows of a pass see (see key_sets.h):
 //
 //   causal    the keys of a CausalRange;
-//   limits    keys [0, limits[row] - b limits_step) in batch row b, rising by row;
+//   limits    keys [0, limits[row]), rising by row;
 //   gathered  the members of their head's memory set, and the keys that their block recalls, unless
 //             these are in the set or not before the pass's rows.
 //
@@ -42,7 +42,7 @@ struct AttendForwardParams {
   bool gathered;
   CausalRange causal;     // unless gathered or limited
   const int32_t* limits;  // [Tq], then the last one again up to whole tiles of kLimitRows; or null
-  int64_t limits_step;    // keys of a batch row, where these are parts of one history; or 0
+  int limits_stride;      // from the limits of a batch row to those of the next; or 0
   MemorySetView memory;   // if gathered
   RecallView recall;
   float* memory_lse;    // [B, Hq, Tq], natural: over the memory sets alone; null: not wanted

@@ -73,29 +73,28 @@ struct KeyRange {
 template <int kPartRows, int kKeys>
 struct LimitedKeys : KeyRange<kKeys> {
   const int32_t* limits;
-  int before;  // keys of the batch rows before
 
   __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
                                          void* /*shared*/)
-      : LimitedKeys(p, rows, rows.batch * static_cast<int>(p.limits_step)) {}
+      : KeyRange<kKeys>(
+            min(p.limits[first(p, rows) + rows.count - 1], static_cast<int>(p.key.length))),
+        limits(p.limits + first(p, rows)) {}
 
   __device__ __forceinline__ bool fully_masked(int j, int w) const {
-    return j * kKeys + before >= limits[w + kPartRows - 1];
+    return j * kKeys >= limits[w + kPartRows - 1];
   }
   __device__ __forceinline__ bool unmasked(int j, int w) const {
-    return (j + 1) * kKeys <= min(limits[w] - before, this->count);
+    return (j + 1) * kKeys <= limits[w];
   }
   __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
-    return j * kKeys + r < min(limits[row] - before, this->count);
+    return j * kKeys + r < limits[row];
   }
 
  private:
-  __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
-                                         int before)
-      : KeyRange<kKeys>(max(0, min(p.limits[rows.first + rows.count - 1] - before,
-                                   static_cast<int>(p.key.length)))),
-        limits(p.limits + rows.first),
-        before(before) {}
+  // In 32 bits, which take fewer registers.
+  __device__ __forceinline__ static int first(const AttendForwardParams& p, const RowTile& rows) {
+    return rows.batch * p.limits_stride + rows.first;
+  }
 };
 
 // Keys of a range that ends at the row itself, the last `window` of them.

@@ -1,5 +1,6 @@
 #include "kernels/cuda/attention_passes.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/softmax.h>
@@ -134,28 +135,31 @@ int64_t parts_of_keys(const AttentionArguments& x, int64_t least_keys) {
 at::Tensor attend_in_parts(const AttentionArguments& x, const at::Tensor& limits, int64_t parts) {
   const at::Tensor& q = x.query;
   const int64_t rows = x.length();
-  const auto limited = [&](const at::Tensor& out, const at::Tensor& lse) {
+  const auto limited = [&](const at::Tensor& out, const at::Tensor& lse, const at::Tensor& ends) {
     AttendForwardParams pass = attention_call(x, out, lse);
     pass.rows.past = 0;
-    pass.limits = limits.const_data_ptr<int32_t>();
+    pass.limits = ends.const_data_ptr<int32_t>();
     return pass;
   };
   const AttentionStream stream(q);
   auto out = x.empty_out();
   if (parts == 1) {
-    stream.attend(limited(out, /*lse=*/{}));
+    stream.attend(limited(out, /*lse=*/{}, limits));
     return out;
   }
   const auto of_parts = empty_heads(parts, q.size(1), rows, x.value.size(3), q);
   auto lse = at::empty({parts, q.size(1), rows}, q.options().dtype(at::kFloat));
-  AttendForwardParams pass = limited(of_parts, lse);
-  pass.limits_step = divide_up(x.total(), parts);
+  const int64_t keys = divide_up(x.total(), parts);
+  const auto begins = at::arange(0, parts * keys, keys, limits.options()).unsqueeze(-1);
+  const auto ends = limits.sub(begins).clamp_(0, keys);
+  AttendForwardParams pass = limited(of_parts, lse, ends);
+  pass.limits_stride = static_cast<int>(ends.stride(0));
   pass.query.batch = parts;
   pass.query.stride_batch = 0;
   for (HeadsView* const history : {&pass.key, &pass.value}) {
     history->batch = parts;
-    history->length = pass.limits_step;
-    history->stride_batch = pass.limits_step * history->stride_row;
+    history->length = keys;
+    history->stride_batch = keys * history->stride_row;
   }
   // A sink counts once for all parts: as one more, without a value.
   pass.sinks = nullptr;

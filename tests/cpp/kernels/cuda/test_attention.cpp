@@ -162,14 +162,15 @@ TEST_P(Attention, RowsWithLimits) {
       std::vector<int32_t> limits;
       for (int32_t t = 0; t < 150; ++t) limits.push_back(1 + 3 * t + t % 3);
       limits.resize(2 * kLimitRows, limits.back());
+      // Of the other batch row, which has the keys from 120 on.
+      for (int32_t t = 0; t < 2 * kLimitRows; ++t) limits.push_back(std::max(limits[t] - 120, 0));
       call.params.rows.past = 0;
       call.params.limits = limits.data();
-      for (const auto& [step, keys] : {std::pair{0, 500}, {120, 500}, {120, 310}}) {
-        call.params.limits_step = step;
-        call.params.key.length = keys;
+      for (const int stride : {0, 2 * static_cast<int>(kLimitRows)}) {
+        call.params.limits_stride = stride;
         call.run();
         call.expect_close(attend(call.in, [&](int64_t b, int64_t, int64_t t) {
-          return range(0, std::clamp<int64_t>(limits[t] - b * step, 0, keys));
+          return range(0, limits[b * stride + t]);
         }));
       }
     }
