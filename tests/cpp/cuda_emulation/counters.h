@@ -1,6 +1,7 @@
 // Counters and settings for tests of the emulation.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,8 +11,9 @@ namespace cuda_emulation {
 // the same group of 4 banks.
 inline int64_t ldmatrix_conflicts = 0;
 
-// Threads of the last launch that have waited for earlier launches.
-inline size_t threads_that_waited = 0;
+// Threads of the last launch that have waited for earlier launches. Relaxed: counting orders
+// nothing, which would hide races.
+inline std::atomic<size_t> threads_that_waited = 0;
 
 // The most shared memory that a block may have. As it is, the limit of 8.6, 8.9 and 12.0, which
 // every architecture from sm_80 has; kernels for 9.0 alone are run with 227 KB.

@@ -22,8 +22,9 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_
   if (threads == 0 || threads > 1024 || grid.x > 0x7FFFFFFF || grid.y > 0xFFFF || grid.z > 0xFFFF) {
     return cudaErrorInvalidConfiguration;
   }
-  size_t& waited = cuda_emulation::threads_that_waited = 0;
+  cuda_emulation::threads_that_waited = 0;
   cuda_emulation::run_grid(grid, block, shared_bytes, [&] { kernel(params); });
+  const size_t waited = cuda_emulation::threads_that_waited;
   // Translated PTX does not count; no grid may end before the launches before it have ended.
   if (overlapped && waited != 0 && waited != threads * grid.x * grid.y * grid.z) {
     cuda_emulation::fail("%zu threads of an overlapped launch waited for earlier launches", waited);

@@ -23,7 +23,9 @@ T* dynamic_shared() {
 }
 
 // Launches follow one another.
-inline void wait_for_earlier_launches() { ++cuda_emulation::threads_that_waited; }
+inline void wait_for_earlier_launches() {
+  cuda_emulation::threads_that_waited.fetch_add(1, std::memory_order_relaxed);
+}
 
 inline uint32_t shared_address(const void* pointer) {
   return cuda_emulation::shared_address(pointer);
