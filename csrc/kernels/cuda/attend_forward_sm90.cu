@@ -48,7 +48,9 @@ cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaSt
       return with_padded_dim<64, 128>(widest(params), [&](auto padded) {
         if constexpr (kind() == attend::KeyKind::kGathered) {
           if (attend::shares_lists(params, sm90::kBlockRows)) {
-            return launch_tiles<dtype(), padded(), 2, kind()>(params, stream);
+            return params.query.heads / params.key.heads % 4
+                       ? launch_tiles<dtype(), padded(), 2, kind()>(params, stream)
+                       : launch_tiles<dtype(), padded(), 4, kind()>(params, stream);
           }
         }
         return launch_tiles<dtype(), padded(), 1, kind()>(params, stream);

@@ -19,8 +19,8 @@ using attend::KeyKind;
 using attend::RowTile;
 
 // Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded. A tile has rows of
-// kHeads query heads of a KV head: of two, each warpgroup has one, where blocks of fewer rows than
-// a tile recall keys. The rows of a tile share the lists of all their blocks.
+// kHeads query heads of a KV head, 1, 2 or 4: of more than one where blocks of fewer rows than a
+// tile recall keys, since the rows of a tile share the lists of all their blocks.
 template <int kDim, int kHeads>
 struct Shape {
   static constexpr int kSlabs = kDim / layout_sm90::kSlabColumns;
@@ -64,13 +64,13 @@ __device__ __forceinline__ void for_each_row_tile(const ForwardGrid& grid, const
   }
 }
 
-// How many tiles of kKeys members a memory set fills or begins: absent members are its last ones.
-template <int kKeys>
-__device__ __forceinline__ int count_tiles(const int32_t* set, int width, int lane) {
+// How many tiles of kKeys keys begin before the first of `count` keys that is not there.
+template <int kKeys, typename IsThere>
+__device__ __forceinline__ int count_tiles(int count, int lane, const IsThere& is_there) {
   int tiles = 0;
-  for (int first = 0; first * kKeys < width; first += 32) {
+  for (int first = 0; first * kKeys < count; first += 32) {
     const int i = (first + lane) * kKeys;
-    tiles += __popc(__ballot_sync(0xFFFFFFFFU, i < width && set[i] >= 0));
+    tiles += __popc(__ballot_sync(0xFFFFFFFFU, i < count && is_there(i)));
   }
   return tiles;
 }
@@ -93,13 +93,16 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
     if constexpr (kGathered) {
-      memory_tiles = count_tiles<S::kKeys>(
-          p.memory.positions + (rows.batch * p.key.heads + rows.kv_head) * p.memory.width,
-          static_cast<int>(p.memory.width), thread % 32);
-      keys.tiles += memory_tiles - keys.memory_tiles;
+      sync();
+      const int32_t* const set = p.memory.positions + shared.gathered.memory;
+      memory_tiles = count_tiles<S::kKeys>(static_cast<int>(p.memory.width), thread % 32,
+                                           [&](int i) { return set[i] >= 0; });
+      const int last = rows.position + rows.count - 1;
+      keys.tiles = memory_tiles;
+      keys.tiles += count_tiles<S::kKeys>(shared.gathered.entries, thread % 32,
+                                          [&](int i) { return keys.is_seen_from(i, last); });
       keys.memory_tiles = memory_tiles;
       keys.first_slot = key_tiles % S::kSlots;
-      sync();
     }
     const tile::HeadRows key_rows =
         tile::head_rows(p.key, rows.batch, rows.kv_head, rows.key_begin);

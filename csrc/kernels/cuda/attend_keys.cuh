@@ -228,6 +228,14 @@ struct GatheredKeys {
     return rows == kNoRow ? -1 : lookup.position;
   }
 
+  // Whether the tile's last row, at position `last`, or one of an earlier block may see recalled
+  // key i or a later one: a block's keys rise by the row from which they are seen.
+  __device__ __forceinline__ bool is_seen_from(int i, int last) const {
+    const int entry = shared->first_entry + i;
+    return entry < p.recall.offsets[shared->first_block + shared->blocks - 1] ||
+           p.recall.visible_from[entry] <= last;
+  }
+
   __device__ __forceinline__ int slot_of(int j) const {
     return static_cast<uint32_t>(first_slot + j) % kSlots;
   }

@@ -214,6 +214,8 @@ TEST_P(Attention, RecalledKeys) {
          {RecallCase{{dtype, 200, 300}, 64, 64, 100, 70, 50},
           RecallCase{{dtype, 150, 250, 64, 56, 4, 2, 2, true}, 60, 20, 30, 40, 40},
           RecallCase{{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 140, 133},
+          RecallCase{{dtype, 100, 400, 128, 64, 4, 1}, 128, 64, 300, 70, 50},
+          RecallCase{{dtype, 60, 200, 64, 64, 8, 2}, 32, 16, 50, 70, 50},
           RecallCase{{dtype, 150, 220, widest, 64}, 150, 150, 200, 70, 0},
           RecallCase{{dtype, 70, 170}, 70, 35, 150, 0, 0},
           RecallCase{{dtype, 70, 170, 128, 128, 2, 1}, 70, 35, 150, 0, 0}}) {
