@@ -191,6 +191,16 @@ class PrefillConfig:
             return self
         return self.with_min_prefill(self.native.resolved(shortest, prompt_tokens).min_prefill)
 
+    def check_fits(self, layers: int, kv_heads: int) -> None:
+        """Raise ValueError if these settings name layers or KV heads that a model does not have."""
+        for name in LAYER_FIELDS:
+            given = getattr(self, name)
+            places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
+            if any(place[0] >= layers for place in places):
+                raise ValueError(f"layers of {name} must be < {layers}, got {given}")
+            if any(head >= kv_heads for place in places for head in place[1:]):
+                raise ValueError(f"KV heads of {name} must be < {kv_heads}, got {given}")
+
     def with_min_prefill(self, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt whose open `min_prefill` was resolved."""
         return _with_min_prefill(self, tokens)

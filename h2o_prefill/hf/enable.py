@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill import ops
-from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.cache import (
@@ -49,7 +49,7 @@ from h2o_prefill.hf.parallel import (
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.identity import model_text
-from h2o_prefill.profile import settings_of
+from h2o_prefill.profile import count_heads, settings_of
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -269,12 +269,8 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen, profile = settings_of(model, config, overrides)
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    for name in LAYER_FIELDS:
-        given = getattr(chosen, name)
-        numbers = [item if isinstance(item, int) else item[0] for item in given]
-        if layers is not None and any(number >= layers for number in numbers):
-            raise ValueError(f"layers of {name} must be < {layers}, got {given}")
+    if hasattr(model.config.get_text_config(decoder=True), "num_hidden_layers"):
+        chosen.check_fits(*count_heads(model))
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o_prefill import ops
-from h2o_prefill.config import LAYER_FIELDS, PrefillConfig, format_value
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
@@ -71,16 +71,6 @@ def is_too_short(choice: Choice, length: int, like: Tensor, layers: int, kv_head
     if config is None or not choice.is_sparse or not config.is_auto:
         return False
     return length < config.shortest_sparse_prompt(like, layers, kv_heads)
-
-
-def check_fits(choice: Choice, layers: int, kv_heads: int) -> None:
-    """Raise ValueError if settings name layers or KV heads that a model does not have."""
-    for name in LAYER_FIELDS if choice.config is not None else ():
-        given = getattr(choice.config, name)
-        places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
-        if any(layer >= layers or any(x >= kv_heads for x in head) for layer, *head in places):
-            sizes, text = f"layers < {layers} and KV heads < {kv_heads}", format_value(given)
-            raise ValueError(f"{name} must name {sizes}, got {text}")
 
 
 class Rules:

@@ -27,7 +27,6 @@ from h2o_prefill.vllm.plan import (
     Prompt,
     Row,
     Rules,
-    check_fits,
     is_too_short,
 )
 from h2o_prefill.vllm.state import Checkpoints
@@ -83,7 +82,8 @@ class ChunkScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._splits_mamba = self.need_mamba_block_aligned_split
-        check_fits(rules().default, *sizes_of(self.vllm_config.model_config))
+        if (default := rules().default.config) is not None:
+            default.check_fits(*sizes_of(self.vllm_config.model_config))
         config, chunk = self.scheduler_config, rules().chunk_size
         most = min(
             self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
@@ -203,7 +203,8 @@ def install() -> None:
         sizes = sizes_of(self.model_config)
         try:
             choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
-            check_fits(choice, *sizes)
+            if choice.config is not None:
+                choice.config.check_fits(*sizes)
         except ValueError as error:
             raise VLLMValidationError(f"h2o_prefill: {error}") from None
         request = process(self, request_id, prompt, params, *args, **more)

@@ -14,7 +14,6 @@ from h2o_prefill.vllm.plan import (
     Planner,
     Prompt,
     Rules,
-    check_fits,
     choice_of,
     is_too_short,
 )
@@ -241,11 +240,10 @@ def test_settings_of_requests():
             rules.choice(wrong)
         assert "\n" not in str(raised.value)
     for fields in ("dense_layers=2", "wide=1.2x3", "wide=0x2+2x2"):
-        choice = rules.choice(f"h2o,{SIZES},{fields}")
-        check_fits(choice, 3, 3)
-        with pytest.raises(ValueError, match="must name layers < 2 and KV heads < 2, got"):
-            check_fits(choice, 2, 2)
-    check_fits(Choice(None), 1, 1)
+        config = rules.choice(f"h2o,{SIZES},{fields}").config
+        config.check_fits(3, 3)
+        with pytest.raises(ValueError, match=r"(layers|KV heads) of .* must be < 2, got"):
+            config.check_fits(2, 2)
     assert Rules("exact").chunk_size == Rules("dense").chunk_size == 1024
     assert not rules.takes(rules.default, CHUNK - 1) and rules.takes(rules.default, CHUNK)
 
