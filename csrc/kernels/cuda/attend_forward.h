@@ -42,7 +42,7 @@ struct AttendForwardParams {
   bool gathered;
   CausalRange causal;     // unless gathered or limited
   const int32_t* limits;  // [Tq], then the last one again up to whole tiles of kLimitRows; or null
-  int limits_stride;      // from the limits of a batch row to those of the next; or 0
+  int limits_stride;      // from one batch row to the next; 0: they have the same
   MemorySetView memory;   // if gathered
   RecallView recall;
   float* memory_lse;    // [B, Hq, Tq], natural: over the memory sets alone; null: not wanted

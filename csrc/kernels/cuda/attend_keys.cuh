@@ -322,7 +322,7 @@ struct ListedKeys : GatheredKeys<kRows, kKeys, 2> {
   }
 };
 
-// Those of a shape's kinds of keys that a kernel reads.
+// A shape's keys of one kind.
 template <typename Shape, KeyKind kKind>
 using KeysOf =
     std::conditional_t<kKind == KeyKind::kGathered, typename Shape::Gathered,
