@@ -40,7 +40,8 @@ class Call(NamedTuple):
 def engine(
     plan: Plan,
     vllm: Annotated[
-        Path, typer.Option(help="The Python of the environment that make test-vllm makes.")
+        Path,
+        typer.Option(exists=True, help="The Python of the environment that make test-vllm makes."),
     ] = Path("build/vllm/bin/python"),
     folder: Annotated[
         Path, typer.Option(help="Where environments and formats of programs are kept.")

@@ -13,6 +13,7 @@ class Engine:
 
     def __init__(self, folder: str, threads: int, dtype: str) -> None:
         os.environ |= {
+            "H2O_PREFILL_SETTINGS": "exact",
             "HF_HUB_OFFLINE": "1",
             "OMP_WAIT_POLICY": "passive",
             "VLLM_CPU_KVCACHE_SPACE": "2",

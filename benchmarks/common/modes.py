@@ -183,14 +183,12 @@ class Programs:
         """Start vLLM with this library's plugin, in an environment that has both."""
         folder = str(self._pretrained(model, tokenizer))
         arguments = {"folder": folder, "threads": self._threads, "dtype": self._dtype}
-        # The installed package, not these sources, whose library is for another PyTorch.
-        settings = {"H2O_PREFILL_SETTINGS": "exact", "PYTHONSAFEPATH": "1"}
-        return Worker(python, "common.engine:Engine", arguments, settings)
+        return Worker(python, "common.engine:Engine", arguments)
 
     def server(self) -> Worker:
         """Start what this library's server does with its requests."""
         arguments = {"model": self._model, "threads": self._threads, "dtype": self._dtype}
-        return Worker(Path(sys.executable), "common.ours:Server", arguments)
+        return Worker(Path(sys.executable), "common.served:Server", arguments)
 
     def _pretrained(self, model: Any, tokenizer: Any) -> Path:
         """Return the model as a folder of transformers."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,12 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import h2o_prefill
 from common.machine import keep_freed_memory
 from common.variants import decoder, package_decoder, prefill, prefill_package
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import token_nll
 from h2o_prefill.generation import load_model
 from h2o_prefill.package import PrefillPackage
-from h2o_prefill.serving import worker as serving
 
 Ids = list[int]
 
@@ -119,37 +115,6 @@ class Package(_Ours):
     def start(self, prompt: Ids, steps: int) -> None:
         """Prefill the prompt after which so many tokens are decoded."""
         self._decode = package_decoder(self._package, torch.tensor([prompt]), steps)
-
-
-class Server(_Ours):
-    """The part of this library's server behind HTTP: one prompt after the other."""
-
-    def __init__(self, model: str, threads: int, dtype: str) -> None:
-        """Load a model."""
-        super().__init__(threads)
-        self._worker = serving.Worker(*load_model(model, dtype), config=None)
-
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._worker.close()
-        self._worker = serving.Worker(self._worker.model, self._worker.tokenizer, config=None)
-
-    def first_tokens(self, prompts: Sequence[Ids], settings: str) -> list[float]:
-        """Return seconds to the first token of each prompt, all asked at once."""
-        config, begin = PrefillConfig.parse(settings), time.perf_counter()
-
-        async def ask(prompt: Ids) -> float:
-            job = serving.Job(prompt, 1, None, [], config)
-            self._worker.submit(job)
-            while not isinstance(event := await job.events.get(), serving.Finish):
-                if isinstance(event, Exception):
-                    raise event
-            return time.perf_counter() - begin
-
-        async def ask_all() -> list[float]:
-            return await asyncio.gather(*map(ask, prompts))
-
-        return asyncio.run(ask_all())
 
 
 def _register_tri_shape() -> None:

@@ -24,27 +24,20 @@ _HERE = Path(__file__).parents[1]
 class Worker:
     """A process with an object of a class; its attributes are methods to call there."""
 
-    def __init__(
-        self,
-        python: Path,
-        loader: str,
-        arguments: Mapping[str, Any],
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, python: Path, loader: str, arguments: Mapping[str, Any]) -> None:
         """Start `loader`, "module:class", with `arguments` in the environment of `python`."""
         self.begin = time.perf_counter()
-        # Sources in the path of this environment may be for another PyTorch than there.
-        ours = os.environ.get("PYTHONPATH") if python == Path(sys.executable) else None
-        paths = (str(_HERE), ours)
+        paths, environment = [str(_HERE)], dict(os.environ)
+        if python != Path(sys.executable):
+            # These sources, in this path or in this folder, may be for another PyTorch than there.
+            environment["PYTHONSAFEPATH"] = "1"
+        elif environment.get("PYTHONPATH"):
+            paths.append(environment["PYTHONPATH"])
         self._process = subprocess.Popen(
             [python, "-m", "common.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                **(variables or {}),
-            },
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         )
         self._loader = loader
         self._ask((loader, dict(arguments)))

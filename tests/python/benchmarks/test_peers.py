@@ -130,7 +130,7 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
 
 
 def test_our_server_answers_clients_in_turn_and_keeps_their_document(model_folder, config):
-    from common.ours import Server
+    from common.served import Server
 
     server, settings = Server(str(model_folder), 1, "float32"), config.to_string()
     document, length = list(range(1, 4 * config.chunk_size + 1)), 4 * config.chunk_size
