@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/attend_forward_sm90.cuh"
+#include "kernels/cuda/device.h"
 #include "kernels/cuda/dims_sm90.h"
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
@@ -15,11 +16,8 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
   using Shape = attend_sm90::Shape<kDim, kHeads>;
   const attend::ForwardGrid grid = attend::grid_of(params, Shape::kHeadRows, kHeads);
   if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
+  int multiprocessors = 0;
+  const cudaError_t error = count_multiprocessors(multiprocessors);
   if (error != cudaSuccess) return error;
   const uint32_t blocks = std::min(grid.row_tiles(), static_cast<uint32_t>(multiprocessors));
   return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kHeads, kKind>, dim3(blocks),

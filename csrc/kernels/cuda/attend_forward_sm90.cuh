@@ -64,17 +64,6 @@ __device__ __forceinline__ void for_each_row_tile(const ForwardGrid& grid, const
   }
 }
 
-// How many tiles of kKeys keys begin before the first of `count` keys that is not there.
-template <int kKeys, typename IsThere>
-__device__ __forceinline__ int count_tiles(int count, int lane, const IsThere& is_there) {
-  int tiles = 0;
-  for (int first = 0; first * kKeys < count; first += 32) {
-    const int i = (first + lane) * kKeys;
-    tiles += __popc(__ballot_sync(0xFFFFFFFFU, i < count && is_there(i)));
-  }
-  return tiles;
-}
-
 // The first warpgroup.
 template <int kDim, int kHeads, KeyKind kKind>
 __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& shared,
@@ -95,12 +84,16 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
     if constexpr (kGathered) {
       sync();
       const int32_t* const set = p.memory.positions + shared.gathered.memory;
-      memory_tiles = count_tiles<S::kKeys>(static_cast<int>(p.memory.width), thread % 32,
-                                           [&](int i) { return set[i] >= 0; });
+      // Tiles whose first key is there: absent members, and keys that no row sees, are the last.
+      const auto count_tiles = [&](int count, const auto& is_there) {
+        return sm90::count_if<1>(divide_up(count, S::kKeys), thread % 32,
+                                 [&](int tile) { return is_there(tile * S::kKeys); });
+      };
+      memory_tiles =
+          count_tiles(static_cast<int>(p.memory.width), [&](int i) { return set[i] >= 0; });
       const int last = rows.position + rows.count - 1;
-      keys.tiles = memory_tiles;
-      keys.tiles += count_tiles<S::kKeys>(shared.gathered.entries, thread % 32,
-                                          [&](int i) { return keys.is_seen_from(i, last); });
+      keys.tiles = memory_tiles + count_tiles(shared.gathered.entries,
+                                              [&](int i) { return keys.is_seen_from(i, last); });
       keys.memory_tiles = memory_tiles;
       keys.first_slot = key_tiles % S::kSlots;
     }

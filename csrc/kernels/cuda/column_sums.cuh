@@ -54,35 +54,52 @@ struct Shape {
   static constexpr int kSharedBytes = 2 * kStages * kStage + sizeof(Shared);
 };
 
+// Where a part lies in the grid.
+struct PartIndex {
+  int unit;
+  int head_part;
+  int row_part;
+  int chunk;
+  int tile;
+};
+
 template <int kKeys, bool kGathered>
-__device__ __forceinline__ Part part_of_block(const Grid& grid) {
+__device__ __forceinline__ Part part_of(const Grid& grid, const PartIndex& index) {
   const ColumnSumsParams& p = grid.params;
   Part part{};
-  uint32_t index = blockIdx.x;
-  const auto next = [&](uint32_t count) {
-    const int i = static_cast<int>(index % count);
-    index /= count;
-    return i;
-  };
-  const int unit = next(grid.units);
-  const int head_part = next(grid.head_parts);
-  part.row_part = next(grid.row_parts);
-  const int chunk = next(grid.chunks);
-  part.first_key = static_cast<int>(index) * kKeys;
+  part.row_part = index.row_part;
+  part.first_key = index.tile * kKeys;
   const int kv_heads = static_cast<int>(p.key.heads);
-  part.batch = unit / kv_heads;
-  part.kv_head = unit % kv_heads;
+  part.batch = index.unit / kv_heads;
+  part.kv_head = index.unit % kv_heads;
   const int heads = static_cast<int>(grid.group / grid.head_parts);
-  part.first_head = part.kv_head * static_cast<int>(grid.group) + head_part * heads;
+  part.first_head = part.kv_head * static_cast<int>(grid.group) + index.head_part * heads;
   part.end_head = part.first_head + heads;
   const int chunk_size = kGathered ? 0 : static_cast<int>(p.causal.chunk_size);
-  part.chunk_first = static_cast<int>(p.rows.begin) + chunk * chunk_size;
+  part.chunk_first = static_cast<int>(p.rows.begin) + index.chunk * chunk_size;
   const int left = static_cast<int>(p.rows.begin + p.rows.count) - part.chunk_first;
   part.chunk_rows = kGathered ? left : min(left, chunk_size);
   part.first_row = kGathered ? part.row_part * grid.split_rows : part.first_key;
   part.end_row =
       kGathered ? min(part.first_row + grid.split_rows, part.chunk_rows) : part.chunk_rows;
   return part;
+}
+
+template <int kKeys, bool kGathered>
+__device__ __forceinline__ Part part_of_block(const Grid& grid) {
+  uint32_t left = blockIdx.x;
+  const auto next = [&](uint32_t count) {
+    const int i = static_cast<int>(left % count);
+    left /= count;
+    return i;
+  };
+  PartIndex index{};
+  index.unit = next(grid.units);
+  index.head_part = next(grid.head_parts);
+  index.row_part = next(grid.row_parts);
+  index.chunk = next(grid.chunks);
+  index.tile = static_cast<int>(left);
+  return part_of<kKeys, kGathered>(grid, index);
 }
 
 // The natural lse of a row as exp2() takes it; a row that counts nothing is exp2(-inf).
@@ -321,8 +338,10 @@ __global__ void __launch_bounds__(kReduceThreads)
   const int column =
       static_cast<int>(blockIdx.x / grid.units) * kReduceThreads + static_cast<int>(threadIdx.x);
   if (column >= columns) return;
+  // Tiles without members have no partial sums.
+  const bool is_there = !kGathered || p.memory.of_unit(unit)[column] >= 0;
   float total = 0.0F;
-  for (uint32_t g = 0; g < grid.head_parts; ++g) {
+  for (uint32_t g = 0; is_there && g < grid.head_parts; ++g) {
     float of_head = 0.0F;
     for (uint32_t part = 0; part < grid.row_parts; ++part) {
       const int64_t list = (static_cast<int64_t>(part) * grid.units + unit) * grid.head_parts + g;

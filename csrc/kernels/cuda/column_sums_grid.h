@@ -21,9 +21,10 @@ struct Grid {
   uint32_t chunks;
   uint32_t tiles;
   int split_rows;
+  bool is_distributed;  // its blocks take equal numbers of parts of memory sets
 
   int64_t blocks() const { return int64_t{units} * head_parts * row_parts * chunks * tiles; }
-  bool shares_tiles() const { return head_parts * row_parts > 1; }
+  H2O_HOST_DEVICE bool shares_tiles() const { return is_distributed || head_parts * row_parts > 1; }
 };
 
 // Tile sizes of a kernel.
@@ -33,7 +34,11 @@ struct TileSizes {
   // Blocks that fill the GPUs that it is for. With fewer, the query heads and rows of a key tile
   // are shared out.
   int64_t many_blocks;
+  // If not 0: its blocks take equal numbers of parts of memory sets, one query head and so many
+  // rows each, or more where there would be more than kMaxRowParts.
+  int64_t part_rows = 0;
 };
+constexpr int64_t kMaxRowParts = 8;
 
 // Keys that the launch has sums for.
 inline int64_t columns_of(const ColumnSumsParams& p) {
@@ -55,7 +60,16 @@ inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_s
             .row_parts = 1,
             .chunks = static_cast<uint32_t>(divide_up(columns, chunk)),
             .tiles = static_cast<uint32_t>(divide_up(chunk, sizes.keys)),
-            .split_rows = static_cast<int>(p.rows.count)};
+            .split_rows = static_cast<int>(p.rows.count),
+            .is_distributed = p.gathered && sizes.part_rows > 0};
+  if (grid.is_distributed) {
+    const int64_t least = divide_up(divide_up(p.rows.count, kMaxRowParts), sizes.rows) * sizes.rows;
+    const int64_t rows = least > sizes.part_rows ? least : sizes.part_rows;
+    grid.head_parts = grid.group;
+    grid.row_parts = static_cast<uint32_t>(divide_up(p.rows.count, rows));
+    grid.split_rows = static_cast<int>(rows);
+    return grid;
+  }
   // Tiles without members end at once.
   const bool is_wide = p.gathered && p.usual_width > 0 && p.usual_width < columns;
   const int64_t filled = is_wide ? divide_up(p.usual_width, sizes.keys) : grid.tiles;

@@ -1,10 +1,14 @@
 // Column sums of 16-bit dtypes with the warpgroup instructions of sm_90a.
 //
-// As in column_sums.cuh a block owns a tile of keys, computes S^T = K Q^T against one query tile
-// after another and adds exp(s - lse) up in registers, in a fixed order. Its first warpgroup
-// copies: the keys, and query tiles with their lse into a ring. The other two have 64 keys each and
-// take the tiles two at a time: both products are issued, and the weights of the first are added up
-// while the second is under way.
+// As in column_sums.cuh a tile of keys stays, S^T = K Q^T is computed against one query tile after
+// another, and exp(s - lse) is added up in registers, in a fixed order. A block's first warpgroup
+// copies tiles of keys, and query tiles with their lse, into two rings. The other two have 64 keys
+// of each half of the keys: both halves' products with a query tile are issued together, and the
+// weights of the first are added up while the second is under way.
+//
+// Chunks have a block for each tile of keys. Tiles of memory sets are few: one block for each
+// multiprocessor takes an equal number of their parts, and copies the next keys while it uses the
+// ones before.
 #pragma once
 
 #include "kernels/cuda/column_sums.cuh"
@@ -16,77 +20,181 @@ using column_sums::Grid;
 using column_sums::Part;
 
 constexpr int kGroupKeys = sm90::kGroupRows;
-constexpr int kKeys = sm90::kBlockRows;
-constexpr int kRows = 128;  // of a query tile
-constexpr int kSums = 2;    // keys of a thread
+constexpr int kHalfKeys = sm90::kBlockRows;
+constexpr int kHalves = 2;
+constexpr int kKeys = kHalves * kHalfKeys;
+constexpr int kRows = 128;    // of a query tile
+constexpr int kHalfSums = 2;  // keys of a thread in each half
 
 using QueryTile = column_sums::QueryTile<kRows>;
+
+// A tile of the keys of a unit's memory set.
+struct KeyTile {
+  int unit;
+  int tile;
+  bool has_second_half;
+};
 
 // Sizes for rows of kDim elements, 64 or 128, to which D is padded.
 template <int kDim>
 struct Shape {
   static constexpr int kSlabs = kDim / layout_sm90::kSlabColumns;
   static constexpr int kSteps = kDim / 16;
-  static constexpr int kStages = 4;  // two pairs of query tiles
+  static constexpr int kKeyStages = 2;
+  static constexpr int kStages = 3;
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
 
   // In the block's shared memory from its first multiple of kAlignment on.
   struct Shared {
-    uint16_t keys[kKeys * kDim];
+    uint16_t keys[kKeyStages][kKeys * kDim];
     uint16_t query[kStages][kRows * kDim];
     float offsets[kStages][kRows];
-    // Barriers of query tiles with their offsets; the first ones also wait for the keys, whose
-    // copies begin before.
-    sm90::RingBarriers<kStages> ring;
+    KeyTile key_tiles[kKeyStages];
+    sm90::RingBarriers<kKeyStages> key_ring;  // of keys, and what tile they are
+    sm90::RingBarriers<kStages> query_ring;   // of query tiles with their offsets
   };
 };
 
-// How many query tiles the part is. Absent members of a memory set are its last ones: a tile
-// without keys needs no query.
+// The parts [begin, end) of a block, counted over the tiles of all memory sets that have members.
+struct Share {
+  int begin;
+  int end;
+  int of_tile;  // parts of a tile
+
+  // One more than the last part of the tile of this one.
+  __device__ __forceinline__ int end_of_tile(int part) const {
+    return min(end, (part / of_tile + 1) * of_tile);
+  }
+};
+
+// Whether a tile of a unit's memory set has members: absent ones are the last.
+__device__ __forceinline__ bool has_members(const ColumnSumsParams& p, int unit, int first_key) {
+  return first_key < p.memory.width && p.memory.of_unit(unit)[first_key] >= 0;
+}
+
 template <bool kGathered>
-__device__ __forceinline__ int count_tiles(const Part& part, const int32_t* set) {
-  if (part.first_row >= part.end_row || (kGathered && set[part.first_key] < 0)) return 0;
-  return (part.end_head - part.first_head) * divide_up(part.end_row - part.first_row, kRows);
+__device__ __forceinline__ Share share_of_block(const Grid& grid, int lane) {
+  if constexpr (!kGathered) {
+    return {0, 1, 1};
+  } else {
+    const int tiles = static_cast<int>(grid.tiles);
+    const int filled = sm90::count_if<4>(static_cast<int>(grid.units) * tiles, lane, [&](int i) {
+      return has_members(grid.params, i / tiles, i % tiles * kKeys);
+    });
+    const int of_tile = static_cast<int>(grid.head_parts * grid.row_parts);
+    const auto first = [&](uint32_t block) {
+      return static_cast<int>(int64_t{block} * filled * of_tile / gridDim.x);
+    };
+    return {first(blockIdx.x), first(blockIdx.x + 1), of_tile};
+  }
+}
+
+// The tile that is number `n` of those with members.
+__device__ __forceinline__ KeyTile find_tile(const Grid& grid, int n, int lane) {
+  const int tiles = static_cast<int>(grid.tiles);
+  for (int first = 0;; first += 32) {
+    const int i = first + lane;
+    const bool filled = i < static_cast<int>(grid.units) * tiles &&
+                        has_members(grid.params, i / tiles, i % tiles * kKeys);
+    const uint32_t found = __ballot_sync(0xFFFFFFFFU, filled);
+    const int before = __popc(found & ((1U << lane) - 1));
+    const uint32_t own = __ballot_sync(0xFFFFFFFFU, filled && before == n);
+    if (own) {
+      const int tile = first + __ffs(static_cast<int>(own)) - 1;
+      return {tile / tiles, tile % tiles, false};
+    }
+    n -= __popc(found);
+  }
+}
+
+// Part `part` of a block: of `keys`, or of the block's tile of a chunk.
+template <bool kGathered>
+__device__ __forceinline__ Part part_of_share(const Grid& grid, const Share& share,
+                                              const KeyTile& keys, int part) {
+  if constexpr (!kGathered) {
+    return column_sums::part_of_block<kKeys, false>(grid);
+  } else {
+    const int i = part % share.of_tile;
+    const int row_parts = static_cast<int>(grid.row_parts);
+    return column_sums::part_of<kKeys, true>(
+        grid, {keys.unit, i / row_parts, i % row_parts, 0, keys.tile});
+  }
+}
+
+__device__ __forceinline__ int count_query_tiles(const Part& part) {
+  return (part.end_head - part.first_head) *
+         divide_up(max(part.end_row - part.first_row, 0), kRows);
 }
 
 // The first warpgroup.
 template <int kDim, bool kGathered>
-__device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
-                                        const ColumnSumsParams& p, const Part& part,
-                                        const int32_t* set, int tiles, int thread) {
+__device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, const Grid& grid,
+                                        const Share& share, int thread) {
   using S = Shape<kDim>;
-  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
+  const ColumnSumsParams& p = grid.params;
   const int own = sm90::row_of_lane(thread);
-  int key = -1;
-  if (part.first_key + own < columns) {
-    key = kGathered ? column_sums::row_of_member(p, set, part.first_key + own) : own;
+  KeyTile keys{};
+  if (kGathered && share.begin < share.end) {
+    keys = find_tile(grid, share.begin / share.of_tile, thread % 32);
   }
-  sm90::copy_rows<kKeys, S::kSlabs>(
-      shared.keys,
-      tile::head_rows(p.key, part.batch, part.kv_head,
-                      kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key),
-      key, thread);
-
-  // Loaded a tile ahead, to hide the latency.
-  QueryTile now{part.first_head, part.first_row};
-  const auto load_lse = [&] {
-    const int row = now.row + thread;
-    if (row >= part.end_row || now.head >= part.end_head) return kNegInf;
-    const int64_t list = part.batch * p.query.heads + now.head;
-    return p.lse[list * p.query.length + part.chunk_first + row];
-  };
-  float lse = load_lse();
+  int number = 0;
+  int key_number = 0;
 #pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    const int stage = sm90::Turn<S::kStages>(i).stage;
-    shared.ring.wait_for_space(i);
-    sm90::copy_rows<kRows, S::kSlabs>(
-        shared.query[stage], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
-        now.row + own < part.end_row ? now.row + own : -1, thread);
-    shared.offsets[stage][thread] = column_sums::offset_of(lse);
-    shared.ring.arrive_full(i, thread);
-    now.advance(part);
-    lse = load_lse();
+  for (int i = share.begin; i < share.end; ++key_number) {
+    Part part = part_of_share<kGathered>(grid, share, keys, i);
+    const int stage = sm90::Turn<S::kKeyStages>(key_number).stage;
+    const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
+    const int32_t* const set = kGathered ? p.memory.of_unit(keys.unit) : nullptr;
+    if constexpr (kGathered) {
+      keys.has_second_half = has_members(p, keys.unit, part.first_key + kHalfKeys);
+    }
+    int rows[kHalves];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const int key = part.first_key + half * kHalfKeys + own;
+      rows[half] = key >= columns ? -1
+                   : kGathered    ? column_sums::row_of_member(p, set, key)
+                                  : half * kHalfKeys + own;
+    }
+    shared.key_ring.wait_for_space(key_number);
+    if (kGathered && thread == 0) shared.key_tiles[stage] = keys;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      sm90::copy_rows<kHalfKeys, S::kSlabs, kKeys>(
+          shared.keys[stage] + half * kHalfKeys * layout_sm90::kSlabColumns,
+          tile::head_rows(p.key, part.batch, part.kv_head,
+                          kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key),
+          rows[half], thread);
+    }
+    shared.key_ring.arrive_full(key_number, thread);
+
+    const int end = share.end_of_tile(i);
+#pragma unroll 1
+    for (; i < end; ++i) {
+      part = part_of_share<kGathered>(grid, share, keys, i);
+      QueryTile now{part.first_head, part.first_row};
+#pragma unroll 1
+      for (int left = count_query_tiles(part); left > 0; --left, ++number) {
+        const int row = now.row + thread;
+        float lse = kNegInf;  // it comes while the thread waits for space
+        if (row < part.end_row) {
+          const int64_t list = part.batch * p.query.heads + now.head;
+          lse = p.lse[list * p.query.length + part.chunk_first + row];
+        }
+        const int to = sm90::Turn<S::kStages>(number).stage;
+        shared.query_ring.wait_for_space(number);
+        sm90::copy_rows<kRows, S::kSlabs>(
+            shared.query[to], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
+            now.row + own < part.end_row ? now.row + own : -1, thread);
+        shared.offsets[to][thread] = column_sums::offset_of(lse);
+        shared.query_ring.arrive_full(number, thread);
+        now.advance(part);
+      }
+    }
+    if (kGathered && i < share.end) {
+      ++keys.tile;
+      while (!has_members(p, keys.unit, keys.tile * kKeys)) keys = {keys.unit + 1, 0, false};
+    }
   }
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
@@ -106,14 +214,14 @@ __device__ __forceinline__ void multiply(float (&s)[kRows / 2], uint64_t keys, u
 // sum += the weights of one query tile. If masked, key k of the warpgroup counts for rows from k
 // on, where row 0 of the tile is row `first_row`.
 template <bool kMasked>
-__device__ __forceinline__ void add_weights(float (&sum)[kSums], const float (&s)[kRows / 2],
+__device__ __forceinline__ void add_weights(float (&sum)[kHalfSums], const float (&s)[kRows / 2],
                                             const float* offsets, float scale, int first_row,
                                             int thread) {
   // The thread's first row, and for each of its keys how far from there the first one that counts
   // is.
   const int row = layout_sm90::accumulator_column(thread, 0);
-  const int begin[kSums] = {layout_sm90::accumulator_row(thread, 0) - first_row - row,
-                            layout_sm90::accumulator_row(thread, 2) - first_row - row};
+  const int begin[kHalfSums] = {layout_sm90::accumulator_row(thread, 0) - first_row - row,
+                                layout_sm90::accumulator_row(thread, 2) - first_row - row};
 #pragma unroll
   for (int n = 0; n < kRows / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(offsets + row + 8 * n);
@@ -130,134 +238,153 @@ __device__ __forceinline__ void add_weights(float (&sum)[kSums], const float (&s
 // The sums of a thread's keys over the queries of the part; the 4 threads that share keys have the
 // same.
 struct Totals {
-  float of_head[kSums];
-  float of_all[kSums];
+  float of_head[kHalves][kHalfSums];
+  float of_all[kHalves][kHalfSums];
 
   __device__ __forceinline__ void end_head(bool reduce_max) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      float sum = of_head[i] + __shfl_xor_sync(0xFFFFFFFFU, of_head[i], 1);
+    for (int i = 0; i < kHalves * kHalfSums; ++i) {
+      float& of_one = of_head[i / kHalfSums][i % kHalfSums];
+      float& all = of_all[i / kHalfSums][i % kHalfSums];
+      float sum = of_one + __shfl_xor_sync(0xFFFFFFFFU, of_one, 1);
       sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 2);
-      of_head[i] = 0.0F;
-      of_all[i] = reduce_max ? fmaxf(of_all[i], sum) : of_all[i] + sum;
+      of_one = 0.0F;
+      all = reduce_max ? fmaxf(all, sum) : all + sum;
     }
   }
 };
 
+// Stores the sums of the part's keys that the thread has, of warpgroup `group`.
+template <bool kGathered>
+__device__ __forceinline__ void store_totals(const Grid& grid, const Part& part,
+                                             const Totals& totals, int group, int thread) {
+  const ColumnSumsParams& p = grid.params;
+  const int columns = static_cast<int>(kGathered ? p.memory.width : part.chunk_rows);
+  if (thread % 4 != 0) return;
+#pragma unroll
+  for (int i = 0; i < kHalves * kHalfSums; ++i) {
+    const int key = part.first_key + i / kHalfSums * kHalfKeys + group * kGroupKeys +
+                    layout_sm90::accumulator_row(thread, 2 * (i % kHalfSums));
+    if (key >= columns) continue;
+    const int column = key + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
+    const float sum = totals.of_all[i / kHalfSums][i % kHalfSums];
+    if (grid.shares_tiles()) {
+      const int64_t list =
+          (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
+      p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = sum;
+    } else {
+      column_sums::store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column, sum);
+    }
+  }
+}
+
 // Warpgroup `group` of the consumers.
 template <DType dtype, int kDim, bool kGathered>
-__device__ __forceinline__ Totals consume(typename Shape<kDim>::Shared& shared,
-                                          const ColumnSumsParams& p, const Part& part, int tiles,
-                                          int group, int thread) {
+__device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared, const Grid& grid,
+                                        const Share& share, int group, int thread) {
   using S = Shape<kDim>;
+  const ColumnSumsParams& p = grid.params;
   const auto descriptor_of = [](const uint16_t* slabs) {
     return layout_sm90::slab_descriptor(ptx::shared_address(slabs));
   };
-  const uint64_t keys = descriptor_of(shared.keys + group * kGroupKeys * layout_sm90::kSlabColumns);
-  const uint64_t query = descriptor_of(shared.query[0]);
-  constexpr uint64_t kStage = kRows * kDim * sizeof(uint16_t) / layout::kUnitBytes;
-  const int first_key = kGathered ? 0 : part.first_key + group * kGroupKeys;
-  QueryTile now{part.first_head, part.first_row};
-  Totals totals{};
-
-  const auto issue = [&](float (&s)[kRows / 2], int i) {
-    multiply<dtype, kDim>(s, keys, query + sm90::Turn<S::kStages>(i).stage * kStage);
+  const auto units = [](int rows, int columns) {
+    return static_cast<uint64_t>(rows) * columns * sizeof(uint16_t) / layout::kUnitBytes;
   };
-  const auto use = [&](float (&s)[kRows / 2], int i) {
-    ptx::fence_accumulators(s);
-    const int stage = sm90::Turn<S::kStages>(i).stage;
-    const int first_row = now.row - first_key;
-    if (!kGathered && first_row < kGroupKeys - 1) {
-      add_weights<true>(totals.of_head, s, shared.offsets[stage], p.scale_log2, first_row, thread);
-    } else {
-      add_weights<false>(totals.of_head, s, shared.offsets[stage], p.scale_log2, first_row, thread);
-    }
-    shared.ring.release(i, thread);
-    const int head = now.head;
-    now.advance(part);
-    if (now.head != head) totals.end_head(p.reduce_max);
-  };
+  const uint64_t key_slabs =
+      descriptor_of(shared.keys[0] + group * kGroupKeys * layout_sm90::kSlabColumns);
+  const uint64_t query_slabs = descriptor_of(shared.query[0]);
   const sm90::Turns turns{group};
   turns.begin();
-  int i = 0;
+  int number = 0;
+  int key_number = 0;
 #pragma unroll 1
-  for (; i + 1 < tiles; i += 2) {
-    float first[kRows / 2];
-    float second[kRows / 2];
-    shared.ring.wait_for_tile(i);
-    shared.ring.wait_for_tile(i + 1);
-    ptx::fence_async_proxy();
-    turns.wait();
-    ptx::fence_accumulators(first);
-    ptx::fence_accumulators(second);
-    ptx::wgmma_fence();
-    issue(first, i);
-    issue(second, i + 1);
-    turns.give();
-    ptx::wgmma_wait<1>();
-    use(first, i);
-    ptx::wgmma_wait<0>();
-    use(second, i + 1);
-  }
-  if (i < tiles) {
-    float last[kRows / 2];
-    shared.ring.wait_for_tile(i);
-    ptx::fence_async_proxy();
-    turns.wait();
-    ptx::fence_accumulators(last);
-    ptx::wgmma_fence();
-    issue(last, i);
-    turns.give();
-    ptx::wgmma_wait<0>();
-    use(last, i);
+  for (int i = share.begin; i < share.end; ++key_number) {
+    const int key_stage = sm90::Turn<S::kKeyStages>(key_number).stage;
+    shared.key_ring.wait_for_tile(key_number);
+    const KeyTile tile = kGathered ? shared.key_tiles[key_stage] : KeyTile{};
+    const uint64_t first_keys = key_slabs + key_stage * units(kKeys, kDim);
+    const uint64_t second_keys = first_keys + units(kHalfKeys, layout_sm90::kSlabColumns);
+    const int end = share.end_of_tile(i);
+#pragma unroll 1
+    for (; i < end; ++i) {
+      const Part part = part_of_share<kGathered>(grid, share, tile, i);
+      QueryTile now{part.first_head, part.first_row};
+      Totals totals{};
+#pragma unroll 1
+      for (int left = count_query_tiles(part); left > 0; --left, ++number) {
+        const int stage = sm90::Turn<S::kStages>(number).stage;
+        const uint64_t query = query_slabs + stage * units(kRows, kDim);
+        const float* const offsets = shared.offsets[stage];
+        // Of a chunk's tile, the first query tile of a head sees the first half up to itself, the
+        // second one sees all of it, and the second half up to itself.
+        const int rows_before = now.row - part.first_row;
+        const bool both = kGathered ? tile.has_second_half : rows_before > 0;
+        const auto add = [&](float (&s)[kRows / 2], int half, bool masked) {
+          ptx::fence_accumulators(s);
+          if (!kGathered && masked) {
+            const int first_row = rows_before - half * kHalfKeys - group * kGroupKeys;
+            add_weights<true>(totals.of_head[half], s, offsets, p.scale_log2, first_row, thread);
+          } else {
+            add_weights<false>(totals.of_head[half], s, offsets, p.scale_log2, 0, thread);
+          }
+        };
+        shared.query_ring.wait_for_tile(number);
+        ptx::fence_async_proxy();
+        turns.wait();
+        if (both) {
+          float first[kRows / 2];
+          float second[kRows / 2];
+          ptx::fence_accumulators(first);
+          ptx::fence_accumulators(second);
+          ptx::wgmma_fence();
+          multiply<dtype, kDim>(first, first_keys, query);
+          multiply<dtype, kDim>(second, second_keys, query);
+          turns.give();
+          ptx::wgmma_wait<1>();
+          add(first, 0, false);
+          ptx::wgmma_wait<0>();
+          add(second, 1, rows_before == kRows);
+        } else {
+          float only[kRows / 2];
+          ptx::fence_accumulators(only);
+          ptx::wgmma_fence();
+          multiply<dtype, kDim>(only, first_keys, query);
+          turns.give();
+          ptx::wgmma_wait<0>();
+          add(only, 0, !kGathered);
+        }
+        shared.query_ring.release(number, thread);
+        const int head = now.head;
+        now.advance(part);
+        if (now.head != head) totals.end_head(p.reduce_max);
+      }
+      store_totals<kGathered>(grid, part, totals, group, thread);
+    }
+    shared.key_ring.release(key_number, thread);
   }
   turns.end();
-  return totals;
 }
 
 template <DType dtype, int kDim, bool kGathered>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     column_sums_sm90_kernel(const __grid_constant__ Grid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kDim>;
-  const ColumnSumsParams& p = grid.params;
-  const Part part = column_sums::part_of_block<kKeys, kGathered>(grid);
-  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
-  auto& shared = sm90::aligned_shared<typename S::Shared>();
-  if (threadIdx.x == 0) shared.ring.init();
+  auto& shared = sm90::aligned_shared<typename Shape<kDim>::Shared>();
+  if (threadIdx.x == 0) {
+    shared.key_ring.init();
+    shared.query_ring.init();
+  }
   __syncthreads();
   ptx::wait_for_earlier_launches();
-  if (part.first_key >= columns) return;
-
-  const int32_t* const set =
-      kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;
-  const int tiles = count_tiles<kGathered>(part, set);
   const int thread = static_cast<int>(threadIdx.x) % sm90::kWarpgroupThreads;
   const int warpgroup = sm90::warpgroup_of_thread();
+  const Share share = share_of_block<kGathered>(grid, thread % 32);
   if (warpgroup == 0) {
     ptx::decrease_registers<sm90::kProducerRegisters>();
-    if (tiles > 0) produce<kDim, kGathered>(shared, p, part, set, tiles, thread);
-    return;
-  }
-  ptx::increase_registers<sm90::kConsumerRegisters>();
-  const int group = warpgroup - 1;
-  const Totals totals = consume<dtype, kDim, kGathered>(shared, p, part, tiles, group, thread);
-
-  if (thread % 4 != 0) return;
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    const int key =
-        part.first_key + group * kGroupKeys + layout_sm90::accumulator_row(thread, 2 * i);
-    if (key >= columns) continue;
-    const int column = key + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
-    if (grid.head_parts * grid.row_parts == 1) {
-      column_sums::store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column,
-                                        totals.of_all[i]);
-    } else {
-      const int64_t list =
-          (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
-      p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = totals.of_all[i];
-    }
+    produce<kDim, kGathered>(shared, grid, share, thread);
+  } else {
+    ptx::increase_registers<sm90::kConsumerRegisters>();
+    consume<dtype, kDim, kGathered>(shared, grid, share, warpgroup - 1, thread);
   }
 #endif
 }

@@ -15,7 +15,8 @@ bool has_column_sums_sm90(const ColumnSumsParams& params);
 // As column_sums_partial_floats(), for launch_column_sums_sm90().
 int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params);
 
-// cudaErrorInvalidValue where !has_column_sums_sm90(params).
+// cudaErrorInvalidValue where !has_column_sums_sm90(params), and where memory sets have no
+// workspace.
 cudaError_t launch_column_sums_sm90(const ColumnSumsParams& params, cudaStream_t stream);
 
 }  // namespace h2o_prefill

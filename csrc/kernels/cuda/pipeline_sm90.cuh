@@ -116,6 +116,19 @@ struct Turns {
 };
 constexpr int kFirstFreeBarrier = 1 + kConsumers;
 
+// How many of the numbers [0, count) a condition holds for, which the lanes of a warp share. Loads
+// of kUnroll steps are on their way together.
+template <int kUnroll, typename Holds>
+__device__ __forceinline__ int count_if(int count, int lane, const Holds& holds) {
+  int found = 0;
+#pragma unroll kUnroll
+  for (int first = 0; first < count; first += 32) {
+    const int i = first + lane;
+    found += __popc(__ballot_sync(0xFFFFFFFFU, i < count && holds(i)));
+  }
+  return found;
+}
+
 // The row of a tile that a lane looks up. The lanes of a warp look up those that the warp copies: 4
 // of each 16.
 __device__ __forceinline__ int row_of_lane(int thread) {

@@ -17,6 +17,7 @@ struct Kernels {
   cudaError_t (*attend)(const AttendForwardParams& params, cudaStream_t stream);
   cudaError_t (*sum_columns)(const ColumnSumsParams& params, cudaStream_t stream);
   int64_t (*partial_floats)(const ColumnSumsParams& params);
+  bool shares_sets;  // always shares out the rows of memory sets
   size_t shared_bytes;
   std::vector<DType> dtypes;
   std::vector<DType> few_dtypes;  // for long cases
@@ -118,11 +119,12 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   return params;
 }
 
-// `partial`: the rows are shared out.
+// `partial`: the rows are shared out, as those of memory sets may always be.
 inline std::vector<float> sum_columns(ColumnSumsParams params, const std::vector<float>& lse,
                                       bool partial) {
   std::vector<float> sums(params.key.batch * params.key.heads * params.sums_stride, kBefore);
-  std::vector<float> workspace(partial ? tested->partial_floats(params) : 0, std::nanf(""));
+  const bool shares = partial || (params.gathered && tested->shares_sets);
+  std::vector<float> workspace(shares ? tested->partial_floats(params) : 0, std::nanf(""));
   params.lse = lse.data();
   params.sums = sums.data();
   params.partial = workspace.empty() ? nullptr : workspace.data();

@@ -20,6 +20,7 @@ const Kernels kSm80{"sm80",
                     launch_attend_forward,
                     launch_column_sums,
                     column_sums_partial_floats,
+                    false,
                     cuda_emulation::kMaxSharedBytes,
                     {DType::kBFloat16, DType::kFloat16, DType::kFloat32},
                     {DType::kBFloat16, DType::kFloat32},
@@ -31,11 +32,12 @@ const Kernels kSm90{"sm90a",
                     launch_attend_forward_sm90,
                     launch_column_sums_sm90,
                     column_sums_sm90_partial_floats,
+                    true,
                     cuda_emulation::kMaxSharedBytesOfHopper,
                     {DType::kBFloat16, DType::kFloat16},
                     {DType::kBFloat16},
                     {8, 56, 104, 128},
-                    {1, 64, 128, 129, 300},
+                    {1, 128, 129, 256, 300},
                     {1.0F},
                     {0.0}};
 
@@ -317,6 +319,18 @@ TEST(AttentionSm80, LoadsOfMatricesHaveNoBankConflict) {
   }
 }
 
+// A block takes parts of several tiles of keys, of several sets: some are empty, others have fewer
+// tiles than there is room for.
+TEST(AttentionSm90, BlocksShareTheTilesOfAllMemorySets) {
+  use(kSm90);
+  for (const int64_t count : {1, 258, 387, 514}) {
+    check_gathered({DType::kBFloat16, 300, 600, count == 258 ? 128 : 64, 64, 4, 2, 2}, 570, count,
+                   {.scatter_add = count != 258, .reduce_max = count == 387});
+  }
+  // More parts of the rows than kMaxRowParts.
+  check_gathered({DType::kFloat16, 2050, 2060}, 1, 1);
+}
+
 TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
   const auto refused = [](const AttentionShape& shape, float scale, bool in_sums) {
     Call call(shape);
@@ -336,9 +350,14 @@ TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
   refused({DType::kFloat16, 2, 2}, 0.0F, false);
   refused({DType::kFloat16, 2, 2}, -1.0F, false);
   refused({DType::kFloat16, 2, 2, 64, 64, 1, 1, 1, false, /*softcap=*/2.0}, 1.0F, true);
+  const std::vector<int32_t> sets{0};
+  Call gathered({DType::kFloat16, 2, 2});
+  gathered.attend_to(sets, 1);
+  const ColumnSumsParams without_workspace = sums_params(gathered, {});
+  EXPECT_EQ(launch_column_sums_sm90(without_workspace, nullptr), cudaErrorInvalidValue);
 }
 
-TEST(ColumnSums, PartialSumsAreForFewKeysAndNeverMoreForSm90) {
+TEST(ColumnSums, PartialSumsAreForFewKeys) {
   ColumnSumsParams params = sums_params(Call({DType::kBFloat16, 1, 1}), {});
   int64_t with_workspace = 0;
   for (const bool gathered : {false, true}) {
@@ -351,8 +370,15 @@ TEST(ColumnSums, PartialSumsAreForFewKeysAndNeverMoreForSm90) {
         params.memory.width = rows / 2;
         params.causal = {.begin = 0, .count = rows, .chunk_size = 1024};
         const int64_t floats = column_sums_partial_floats(params);
-        EXPECT_LE(column_sums_sm90_partial_floats(params), floats) << rows << " rows";
-        with_workspace += column_sums_sm90_partial_floats(params) > 0;
+        const int64_t of_sm90 = column_sums_sm90_partial_floats(params);
+        with_workspace += of_sm90 > 0;
+        if (!gathered) {
+          EXPECT_LE(of_sm90, floats) << rows << " rows";
+        } else if (kv_heads == 8) {
+          // Parts of two query tiles, or of as many more as make 8 parts.
+          const int64_t parts = std::min<int64_t>((rows + 255) / 256, 8);
+          EXPECT_EQ(of_sm90, 32 * parts * (rows / 2)) << rows << " rows";
+        }
         if (kv_heads == 8 && gathered && rows == 1024) {
           // 8 KV heads and 4 key tiles, by 4 heads and 2 parts of the rows: 256 blocks.
           EXPECT_EQ(floats, 32 * 2 * 512);
