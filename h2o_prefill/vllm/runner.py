@@ -20,15 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
 from h2o_prefill.vllm.counters import Counters, shared_folder
-from h2o_prefill.vllm.plan import (
-    EXACT,
-    Choice,
-    Planner,
-    Prompt,
-    Row,
-    Rules,
-    is_too_short,
-)
+from h2o_prefill.vllm.plan import EXACT, Choice, Planner, Prompt, Row, Rules, is_too_short
 from h2o_prefill.vllm.state import Checkpoints
 
 # Below "vllm", whose handlers show it.
