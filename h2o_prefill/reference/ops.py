@@ -22,8 +22,9 @@ from h2o_prefill.reference.attention import (
 )
 from h2o_prefill.reference.attention import intra_chunk_attention as attend_inside
 from h2o_prefill.reference.budgets import HeadBudgets
-from h2o_prefill.reference.linear_attention import bidirectional_linear_attention
-from h2o_prefill.reference.linear_attention import chunkwise_linear_attention as attend_chunkwise
+from h2o_prefill.reference.linear_attention import (
+    chunkwise_linear_attention as chunkwise_linear_attention,
+)
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
 from h2o_prefill.reference.recall import lexical_recall as lexical_recall
@@ -202,32 +203,6 @@ def chunked_sparse_attention(
         tail = slice(max(q.shape[2] - config.dense_tail, 0), None)
         result[:, :, tail] = dense_attention(q[:, :, tail], k, v, scale, sinks, softcap)
     return result, tracker.scores, attended, budgets.errors.to(q.device)
-
-
-def chunkwise_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    initial_normalizer: Tensor | None = None,
-    feature_map: str = "elu+1",
-    chunk_size: int = 64,
-    causal: bool = True,
-    diagonal_once: bool = False,
-    normalize: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend linearly, as `linear_attention` says, in chunks of at most 64 tokens."""
-    out, state, normalizer = attend_chunkwise(
-        *(q, k, v, log_decay, initial_state, initial_normalizer, feature_map),
-        *(min(chunk_size, 64), normalize, scale),
-    )
-    if not causal:
-        out = bidirectional_linear_attention(
-            q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
-        )
-    return out, state, normalizer if normalize else normalizer[..., :0]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
