@@ -146,11 +146,8 @@ def chunked_sparse_attention(
     (batch, heads, total), size = k.shape[:3], config.chunk_size
     past = total - q.shape[2]
     queries, keys, values = _grouped(q, k, v)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "sinks": _grouped_sinks(sinks, q, k),
-        "softcap": softcap,
-    }
+    grouped = _grouped_sinks(sinks, q, k)
+    options: dict[str, Any] = {"scale": scale, "sinks": grouped, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
@@ -193,7 +190,7 @@ def chunked_sparse_attention(
             )
             for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
-            budgets.measure(*(queries, keys, values, out), begin, end, options)
+            budgets.measure((queries, keys, values), out, begin, end, options)
         for b in range(batch):
             tracker.set_initial_scores(b, begin, end, intra_weights[b])
         previous, last_chunk_begin = attended, begin
