@@ -6,7 +6,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from h2o_prefill.generation.runs import (
     check_model,
     count_steps,
     eval_mode,
+    output_folder,
     prefill_mode,
     report_progress,
     sparse_settings_for,
@@ -186,9 +186,7 @@ def run_ablation(
         About combinations that cannot be run and are left out, and cells that fail.
     """
     parse_windows(windows)
-    folder = Path(output).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(folder)!r}")
+    folder = output_folder(output, "output")
     if isinstance(datasets, str) or not datasets:
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]

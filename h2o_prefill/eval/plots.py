@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
-from h2o_prefill.generation.runs import Progress
+from h2o_prefill.generation.runs import Progress, output_folder
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import SelectionRule
 
@@ -313,9 +312,7 @@ def visualize_attention_patterns(
     title : str
         Description of the run, for the figures.
     """
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    folder = output_folder(output_dir, "output_dir")
     if f".{figure_format}" not in SUFFIXES:
         formats = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"figure_format must be one of {formats}, got {figure_format!r}")
