@@ -25,12 +25,7 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import (
-    Progress,
-    check_model,
-    report_progress,
-    settings_for,
-)
+from h2o_prefill.generation.runs import Progress, check_model, report_progress, settings_for
 from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState

@@ -16,6 +16,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
@@ -243,8 +244,6 @@ def _load(model: str, dtype: str, version: str, expected: str) -> LoadedModel:
 
 def _result(future: Any) -> Any:
     """Return the result of a finished future of `_work`, and repeat its warnings here."""
-    from concurrent.futures import CancelledError
-
     from distributed import KilledWorker
 
     try:
