@@ -69,21 +69,22 @@ def dense_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Attend causally to the whole history: query i of Tq sees keys j <= T - Tq + i."""
-    mask = causal_mask(q.shape[2], k.shape[2])
-    out, _ = attend_inside(*_grouped(q, k, v), mask, scale, _grouped_sinks(sinks, q, k), softcap)
-    return _ungrouped(out, q)
+    return sliding_window_attention(q, k, v, None, scale, sinks, softcap)[0]
 
 
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int,
+    window: int | None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally in a window: query i of Tq sees T - Tq + i - window < j <= T - Tq + i."""
+    """Attend causally in a window: query i of Tq sees T - Tq + i - window < j <= T - Tq + i.
+
+    Without a window it sees all keys j <= T - Tq + i.
+    """
     queries, keys, values = _grouped(q, k, v)
     mask = causal_mask(q.shape[2], k.shape[2], window)
     logits = masked_logits(queries, keys, mask, scale, softcap)
@@ -178,7 +179,8 @@ def chunked_sparse_attention(
             attended = budgets.select(tracker.scores, previous, last_chunk_begin, begin)
             third = None
             if recalled is not None:  # a key in the memory set of a head does not count twice
-                unseen = recalled[:, None, rows] & ~_membership(attended, total).unsqueeze(2)
+                held = (attended.unsqueeze(3) == torch.arange(total, device=q.device)).any(2)
+                unseen = recalled[:, None, rows] & ~held.unsqueeze(2)
                 third = (keys, values, unseen.unsqueeze(2))
             out[:, :, :, rows], inter_weights, intra_weights = fused_chunk_attention(
                 *chunk,
@@ -218,13 +220,6 @@ def _grouped_sinks(sinks: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 def _ungrouped(out: Tensor, q: Tensor) -> Tensor:
     return out.flatten(1, 2).to(q.dtype)
-
-
-def _membership(indices: Tensor, length: int) -> Tensor:
-    """Return bool [..., length]: whether a position is among the indices."""
-    mask = torch.zeros(*indices.shape[:-1], length + 1, dtype=torch.bool, device=indices.device)
-    mask.scatter_(-1, indices.long().masked_fill(indices < 0, length), True)
-    return mask[..., :length]
 
 
 def _recall_mask(
