@@ -15,8 +15,7 @@ from rich.table import Table
 
 from h2o_prefill.cli import tables
 from h2o_prefill.cli.console import stderr
-from h2o_prefill.eval.report import format_json, write_json
-from h2o_prefill.generation.runs import output_folder
+from h2o_prefill.eval.report import format_json, output_folder, write_json
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
-from h2o_prefill.eval.report import commit, cpu_name, gpu_name
+from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
 from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -33,7 +33,6 @@ from h2o_prefill.generation.runs import (
     check_model,
     count_steps,
     eval_mode,
-    output_folder,
     prefill_mode,
     report_progress,
     sparse_settings_for,

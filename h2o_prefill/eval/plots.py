@@ -23,10 +23,11 @@ from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, short_value, varied
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
+from h2o_prefill.eval.report import output_folder
 from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
-from h2o_prefill.generation.runs import Progress, output_folder
+from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import SelectionRule
 

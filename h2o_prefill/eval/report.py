@@ -1,4 +1,4 @@
-"""Reports of evaluations: the JSON files, with versions, machine and build."""
+"""Reports of evaluations: where they go, the JSON files, versions, machine and build."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ import h2o_prefill
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import crossover_text
 from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
+
+
+def output_folder(path: str | os.PathLike[str], argument: str) -> Path:
+    """Return a folder to write into, which may be new; raise ValueError for a file."""
+    folder = Path(path).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{argument} must be a folder, got the file {str(path)!r}")
+    return folder
 
 
 def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:

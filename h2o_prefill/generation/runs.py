@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,14 +119,6 @@ def end_tokens(model: Any) -> list[int]:
     """Return the tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
-
-
-def output_folder(path: str | os.PathLike[str], argument: str) -> Path:
-    """Return a folder to write into, which may be new; raise ValueError for a file."""
-    folder = Path(path).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{argument} must be a folder, got the file {str(path)!r}")
-    return folder
 
 
 @contextlib.contextmanager
