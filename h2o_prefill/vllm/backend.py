@@ -84,13 +84,6 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = self._refused() or refused(get_current_vllm_config())
-        self.is_ours = reason is None
-        if reason is not None:
-            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
-
-    def _refused(self) -> str | None:
-        """Return why a layer stays vLLM's, None if it does not."""
         reasons = {
             "layers of encoders": self.attn_type != AttentionType.DECODER,
             "pages of 8 bits": self.is_fp8_kv_cache,
@@ -99,7 +92,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             "capped logits": bool(self.logits_soft_cap),
             "attention sinks of the model": self.sinks is not None,
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = reason or refused(get_current_vllm_config())
+        self.is_ours = reason is None
+        if reason is not None:
+            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
 
     def forward(
         self,
