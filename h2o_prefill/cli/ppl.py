@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
@@ -19,6 +21,12 @@ def ppl(
     windows: options.WindowsOption = "0:6",
     select: options.SelectOption = None,
     protocol: options.ProtocolOption = "gptq",
+    long: bool = typer.Option(
+        False,
+        "--long",
+        help="Also measure on the tokens that need the long context (LongPPL). Takes dense "
+        "runs of 2048 tokens over the whole window.",
+    ),
     report: outputs.PlotOptions,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
@@ -41,6 +49,7 @@ def ppl(
             context=context,
             windows=windows,
             protocol=protocol,
+            key_tokens=long,
             select=rule,
             on_progress=show,
         )

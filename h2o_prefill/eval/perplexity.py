@@ -16,6 +16,7 @@ from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
+    find_key_tokens,
     perplexity,
     perplexity_error,
     relative_difference,
@@ -63,6 +64,17 @@ class PositionCurve:
 
 
 @dataclass(frozen=True)
+class KeyTokens:
+    """Perplexity on the tokens that need the long context (`find_key_tokens`)."""
+
+    count: int
+    dense_ppl: float  # LongPPL; NaN if there are no such tokens
+    sparse_ppl: float
+    delta_percent: float  # sparse above dense
+    stderr_percent: float  # its standard error, from blocks of these tokens
+
+
+@dataclass(frozen=True)
 class PerplexityResult:
     """Perplexity sparse and dense on the same windows; as a float, the sparse one."""
 
@@ -88,6 +100,7 @@ class PerplexityResult:
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
     scored_tokens: int
+    key_tokens: KeyTokens | None  # None if they were not asked for
 
     def __float__(self) -> float:
         return self.sparse.ppl
@@ -117,6 +130,7 @@ def evaluate_perplexity(
     context: int = 4096,
     windows: str = "0:6",
     protocol: str = "gptq",
+    key_tokens: bool = False,
     select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
@@ -129,6 +143,9 @@ def evaluate_perplexity(
     ----------
     dataset : Tensor, sequence of int, Corpus or str
         Tokens, or a text.
+    key_tokens : bool
+        Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
+        tokens, which take about as long as the window again.
     model, chunk_config, tokenizer, context, windows, protocol, select, on_progress
         As in `h2o_prefill.eval`.
 
@@ -141,9 +158,9 @@ def evaluate_perplexity(
     config = sparse_settings_for(network, chunk_config)
     check_settings(config, context, windows, protocol)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
-    step = count_steps(on_progress, 2 * len(batches))
+    step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))
     with torch.no_grad(), eval_mode(network):
-        runs = PairedRuns(network, tokenizer, selected, batches, protocol)
+        runs = PairedRuns(network, tokenizer, selected, batches, protocol, key_tokens=key_tokens)
         result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"), select)
     step("done")
     return result
@@ -159,6 +176,7 @@ class PairedRuns:
     batches: Tensor
     protocol: str
     keep_dense: bool = False  # for several evaluations
+    key_tokens: bool = False
 
     def __post_init__(self) -> None:
         self._forward = PromptForward(self.model)
@@ -172,10 +190,14 @@ class PairedRuns:
         step: Callable[[int, str], None],
         select: SelectionRule | None = None,
     ) -> PerplexityResult:
-        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward."""
+        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward.
+
+        Before the short forwards that find key tokens, it gets "short".
+        """
         windows: list[WindowScores] = []
         seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
         errors: list[dict[int, Tensor]] = []
+        is_key: list[Tensor] = []
         selectors: list[Selector] = []
         options = {"tokenizer": self.tokenizer, "select": select}
         for number, index in enumerate(self.selected):
@@ -194,6 +216,10 @@ class PairedRuns:
                 seconds[name].append(took)
             windows.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
             windows[-1].check_finite(f"window {index}")
+            if self.key_tokens:
+                step(index, "short")
+                nll = windows[-1].dense_nll
+                is_key.append(find_key_tokens(self._forward, input_ids, nll, self._rows))
         flops = count_attention_flops(
             self.batches,
             config,
@@ -226,6 +252,7 @@ class PairedRuns:
             context=context,
             windows=list(self.selected),
             scored_tokens=dense.numel(),
+            key_tokens=_key_tokens(scores, torch.stack(is_key)) if is_key else None,
         )
 
     def _run_dense(
@@ -262,6 +289,12 @@ def _curve(scores: WindowScores, position: Tensor, length: int, chunk_size: int)
     bins = position.div(width, rounding_mode="floor")
     binned = (binned_perplexity(nll, bins, len(begin)) for nll in scores[:2])
     return PositionCurve(begin, width, *binned)
+
+
+def _key_tokens(scores: WindowScores, marked: Tensor) -> KeyTokens:
+    dense, sparse = scores.dense_nll[marked], scores.sparse_nll[marked]
+    change = relative_difference(dense.unsqueeze(0), sparse.unsqueeze(0))
+    return KeyTokens(len(dense), perplexity(dense), perplexity(sparse), *change)
 
 
 def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:

@@ -15,6 +15,7 @@ import h2o_prefill
 from h2o_prefill.cli.options import SettingsOptions
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import scores
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS
@@ -140,6 +141,20 @@ def test_options_of_ppl_reach_the_run(report, small_commands):
     assert "chunk 0" not in table and found["environment"]["threads"] == 1
     (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
     assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
+
+
+def test_ppl_of_key_tokens(report, small_commands, monkeypatch):
+    # A random model finds no token likely.
+    for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
+        monkeypatch.setattr(scores, name, value)
+    found, table = report(*small_commands["ppl"], "--long")
+    keys = found["key_tokens"]
+    assert keys["count"] > 0
+    shown = _row(table, f"{keys['count']} key tokens (LongPPL)")
+    expected = [keys["dense_ppl"], keys["sparse_ppl"], keys["delta_percent"]]
+    assert shown[:3] == pytest.approx(expected, abs=5e-3)
+    without, table = report(*small_commands["ppl"])
+    assert without["key_tokens"] is None and "LongPPL" not in table
 
 
 def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(run, small_commands):

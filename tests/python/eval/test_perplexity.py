@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval import count_attention_flops, evaluate_perplexity, scores
 from h2o_prefill.eval.perplexity import perplexity_report
 from h2o_prefill.eval.plots import plot_perplexity
 from h2o_prefill.eval.report import format_json
@@ -83,6 +83,45 @@ def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model):
     half = _evaluate(tiny_model, dataset=TOKENS.tolist(), protocol="llamacpp")
     assert half.dense.ppl_by_chunk[:2] == [None, None]
     assert half.dense.ppl_by_chunk[2:] == pytest.approx(expected[2:], rel=1e-4)
+
+
+@pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
+def test_key_tokens_are_those_that_gain_from_the_long_context(tiny_model, monkeypatch, protocol):
+    short, gain, most = 8, 0.5, 9.0
+    changes = {"SHORT_CONTEXT": short, "_LEAST_GAIN": gain, "_MOST_NLL": most}
+    for name, value in changes.items():
+        monkeypatch.setattr(scores, name, value)
+    steps = []
+    note = lambda done, total, what: steps.append(f"{done}/{total} {what}")  # noqa: E731
+    options = {"windows": "0:3", "protocol": protocol, "on_progress": note}
+    result = _evaluate(tiny_model, key_tokens=True, **options)
+    assert steps[2:4] == ["2/9 window 0 short", "3/9 window 1 sparse"] and steps[-1] == "9/9 done"
+
+    # Every token from its own definition: the short context of token i begins at a multiple of
+    # `short` and has `short` to 2 `short` - 1 tokens.
+    dense = []
+    sparse = []
+    first = CONTEXT // 2 + 1 if protocol == "llamacpp" else 1
+    for window in TOKENS[: 3 * CONTEXT].view(3, CONTEXT):
+        whole = _direct_nll(tiny_model, window)
+        with h2o_prefill.enable(tiny_model, CONFIG):
+            approximate = _direct_nll(tiny_model, window)
+        for i in range(max(first, 2 * short), CONTEXT):
+            begin = (i // short - 1) * short
+            less = _direct_nll(tiny_model, window[begin : i + 1])[-1]
+            if less - whole[i - 1] > gain and whole[i - 1] < most:
+                dense.append(float(whole[i - 1]))
+                sparse.append(float(approximate[i - 1]))
+    found = result.key_tokens
+    assert found is not None and 3 < found.count == len(dense) < 3 * (CONTEXT - 2 * short)
+    means = [math.exp(sum(values) / len(values)) for values in (dense, sparse)]
+    assert [found.dense_ppl, found.sparse_ppl] == pytest.approx(means, rel=1e-4)
+    assert found.delta_percent == pytest.approx(100 * (means[1] / means[0] - 1), rel=1e-3)
+
+
+def test_without_key_tokens_their_perplexity_is_not_a_number(tiny_model):
+    found = _evaluate(tiny_model, key_tokens=True).key_tokens
+    assert found is not None and found.count == 0 and math.isnan(found.dense_ppl)
 
 
 def test_llamacpp_puts_bos_first(tiny, tiny_model):
