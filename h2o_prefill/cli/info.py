@@ -5,13 +5,7 @@ from __future__ import annotations
 from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options, outputs, tables
 from h2o_prefill.eval import PROTOCOLS
-from h2o_prefill.eval.report import (
-    crossovers,
-    cuda_kernels,
-    environment,
-    linear_attention,
-    operators,
-)
+from h2o_prefill.eval.report import crossovers, environment, operators
 from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 from h2o_prefill.presets import PRESETS
 
@@ -23,9 +17,7 @@ def info(report: outputs.ReportOptions) -> None:
     sections = {
         "environment": environment(),
         "operators (devices)": operators(),
-        "CUDA kernels": cuda_kernels(),
         "shortest sparse prompt": crossovers(),
-        "linear attention": linear_attention(),
         "command line": {
             "default model": DEFAULT_MODEL,
             "presets": list(PRESETS),

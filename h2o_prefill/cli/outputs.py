@@ -15,7 +15,7 @@ from rich.table import Table
 
 from h2o_prefill.cli import tables
 from h2o_prefill.cli.console import stderr
-from h2o_prefill.eval.report import format_json, write_json
+from h2o_prefill.eval.report import format_json, output_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ def check_output_folder(path: Path | None, names: Iterable[str], option: str = "
     """Raise ValueError if files could not be written into a folder, which may be new."""
     if path is None:
         return
-    folder = path.expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{option} must be a folder, got the file {str(path)!r}")
+    folder = output_folder(path, option)
     while not folder.exists():
         folder = folder.absolute().parent
     for name in ("new", *names):

@@ -1,4 +1,4 @@
-"""`h2o-prefill visualize`: draw memory sets, their errors and stability, and attention."""
+"""`h2o-prefill visualize`: draw memory sets and their errors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ def visualize(
     select: options.SelectOption = None,
     report: outputs.ReportOptions,
 ) -> None:
-    """Draw which positions memory sets keep, their errors and stability, and dense attention.
-
-    Writes the figures memory, errors, stability and attention.
-    """
+    """Draw which positions memory sets keep, and their errors: the figures memory and errors."""
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
 
     report.check()

@@ -6,7 +6,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
-from h2o_prefill.eval.report import commit, cpu_name, gpu_name
+from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
 from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -186,9 +185,7 @@ def run_ablation(
         About combinations that cannot be run and are left out, and cells that fail.
     """
     parse_windows(windows)
-    folder = Path(output).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(folder)!r}")
+    folder = output_folder(output, "output")
     if isinstance(datasets, str) or not datasets:
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]

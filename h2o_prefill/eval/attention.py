@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
@@ -26,18 +25,10 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import (
-    Progress,
-    check_model,
-    report_progress,
-    settings_for,
-)
+from h2o_prefill.generation.runs import Progress, check_model, report_progress, settings_for
 from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
-
-# A pattern has at most this many bins of queries, and of keys.
-_PATTERN_BINS = 64
 
 
 @dataclass(frozen=True)
@@ -56,9 +47,6 @@ class AttentionMeasures:
     # int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, to which the next chunk
     # attends; ascending, -1 where absent.
     memory: Tensor
-    # fp32 [bins, layers, Hq, bins]: dense softmax mass of a bin of queries on a bin of keys, mean
-    # of the queries; NaN where a layer has no such head.
-    pattern: Tensor
     layers: tuple[int, ...]  # indices of the layers that a sparse prefill runs sparsely
     query_heads: tuple[int, ...]  # of each of these layers
     kv_heads: tuple[int, ...]
@@ -69,22 +57,7 @@ class AttentionMeasures:
     def jaccard(self) -> Tensor:
         """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv]."""
         held = held_positions(self.memory, self.chunk_ends[-1])
-        return _jaccard(held[:-1], held[1:])
-
-    @property
-    def heavy_jaccard(self) -> Tensor:
-        """The same without the last L positions, NaN where neither set holds others."""
-        held = self._heavy()
-        return _jaccard(held[:-1], held[1:])
-
-    @property
-    def heavy_jaccard_of_layers(self) -> Tensor:
-        """Jaccard index of what any KV heads of two layers hold at the end, fp32 [layers, layers].
-
-        Without the last L positions.
-        """
-        held = self._heavy()[-1].any(1)
-        return _jaccard(held[:, None], held[None])
+        return (held[:-1] & held[1:]).sum(-1) / (held[:-1] | held[1:]).sum(-1)
 
     def head_share(self, chunk: int) -> Tensor:
         """Return the share of KV heads that hold each position after a chunk, fp32 [layers, T]."""
@@ -122,12 +95,6 @@ class AttentionMeasures:
                 for row, (layer, count, kv_count) in enumerate(heads)
             ],
         }
-
-    def _heavy(self) -> Tensor:
-        """Mark the positions that sets hold before the local window, [chunks, layers, Hkv, T]."""
-        held = held_positions(self.memory, self.chunk_ends[-1])
-        window = torch.tensor(self.chunk_ends) - self.config.local_window
-        return held & (torch.arange(held.shape[-1]) < window[:, None])[:, None, None]
 
     def _summary(self, error: Tensor, recall: Tensor, stability: Tensor | None) -> dict[str, Any]:
         def mean(values: Tensor) -> float:
@@ -214,8 +181,8 @@ def measure_attention(
     ends = [*range(config.chunk_size, length, config.chunk_size), length]
     rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
     columns = zip(*found.values(), strict=True)
-    fills = (math.nan, math.nan, math.nan, math.nan, -1, math.nan)
-    difference, size, mass, lowest, memory, pattern = (
+    fills = (math.nan, math.nan, math.nan, math.nan, -1)
+    difference, size, mass, lowest, memory = (
         stack_layers(column, fill, dim=1) for column, fill in zip(columns, fills, strict=True)
     )
     return AttentionMeasures(
@@ -225,7 +192,6 @@ def measure_attention(
         l1_error_by_chunk=(difference / size).float(),
         mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
         memory=memory,
-        pattern=pattern,
         layers=tuple(found),
         query_heads=tuple(layer.mass.shape[1] for layer in found.values()),
         kv_heads=tuple(layer.memory.shape[1] for layer in found.values()),
@@ -242,7 +208,6 @@ class LayerMeasures(NamedTuple):
     mass: Tensor  # fp64 [chunks, Hq]: dense softmax mass on visible keys, summed over rows
     lowest_mass: Tensor  # fp64 [chunks, Hq]: of the row with the least
     memory: Tensor  # int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent
-    pattern: Tensor  # fp32 [bins, Hq, bins]: dense mass of a bin's queries on a bin of keys
 
 
 def measure_layer(
@@ -261,10 +226,6 @@ def measure_layer(
     length, kv_heads = query.shape[2], key.shape[1]
     state: PrefillState | None = None
     chunks: list[tuple[Tensor, ...]] = []
-    width = -(-length // _PATTERN_BINS)
-    bin_of = torch.arange(length, device=query.device) // width
-    bins = functional.one_hot(bin_of).to(query)
-    pattern = query.new_zeros(bins.shape[1], query.shape[1], bins.shape[1])
     # Sinks have no part in the shares of a softmax.
     shares_only = options[0], None, options[2]
     selector = None
@@ -278,15 +239,13 @@ def measure_layer(
         # The dense tail belongs to the prompt, not to the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
-        # Attention to indicators as values sums weights: over each bin, and over the chunk itself.
-        # A row sees its chunk, so that the share of the visible keys is a ratio of two such sums.
+        # With an indicator of the chunk as values, attention is the share of its keys. A row sees
+        # all of them, so that the share of the visible keys is a ratio of two such shares.
         own = (torch.arange(end, device=query.device) >= begin).to(query)
-        shares = torch.cat([bins[:end], own.unsqueeze(1)], 1).expand(1, kv_heads, -1, -1)
-        weights = ops.dense_attention(q, k, shares, *shares_only)[0]
-        own = shares[..., -1:]
+        own = own.unsqueeze(1).expand(1, kv_heads, -1, -1)
+        share = ops.dense_attention(q, k, own, *shares_only)
         seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only, layer, selector)
-        mass = (weights[..., -1].double() / seen[0, ..., 0]).clamp(max=1)
-        pattern.index_add_(0, bin_of[begin:end], weights[..., :-1].transpose(0, 1))
+        mass = (share[0, ..., 0].double() / seen[0, ..., 0]).clamp(max=1)
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)
         dense = ops.dense_attention(q, k, v, *options)
         if selector is None:
@@ -295,14 +254,8 @@ def measure_layer(
             memory = selector.select(state, k, v, config, layer, options[0])
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
         chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
-    columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
-    columns.append((pattern / bin_of.bincount().view(-1, 1, 1)).cpu().float())
+    columns = (stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True))
     return LayerMeasures(*columns)
-
-
-def _jaccard(first: Tensor, second: Tensor) -> Tensor:
-    """Return the Jaccard index of marked positions, bool [..., T]."""
-    return (first & second).sum(-1) / (first | second).sum(-1)
 
 
 def stack_layers(layers: Sequence[Tensor], fill: float, dim: int) -> Tensor:

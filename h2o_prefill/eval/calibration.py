@@ -25,15 +25,10 @@ from h2o_prefill.eval.report import write_json
 from h2o_prefill.eval.windows import model_windows
 from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
-from h2o_prefill.generation.runs import (
-    Progress,
-    count_steps,
-    report_progress,
-    settings_for,
-)
+from h2o_prefill.generation.runs import Progress, count_steps, report_progress, settings_for
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
-from h2o_prefill.profile import count_heads
+from h2o_prefill.profile import build_profile, count_heads, profile_path
 from h2o_prefill.vocabulary import text_for
 
 # Factors of every head's L and H, tried one after the other.
@@ -79,8 +74,6 @@ class HeadCalibration:
         That is `h2o_prefill.json` in the folder that the model was loaded from, or else a file in
         the user's cache under the hash of the model's architecture. Raises OSError.
         """
-        from h2o_prefill.profile import build_profile, profile_path
-
         path = profile_path(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         names = ("error_before", "error_after", "flops_before", "flops_after", "context", "windows")

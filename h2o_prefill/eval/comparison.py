@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,18 +187,17 @@ def _modes(
     chosen = handle.config if as_enabled else settings_for(model, config)
     check_chunks(chosen, tokens, "the prompt")
 
-    def switched(settings: PrefillConfig | None) -> Callable[[], AbstractContextManager[Any]]:
-        return lambda: prefill_mode(model, settings, tokenizer=tokenizer)
-
-    own = f"{model.config._attn_implementation}, model's own"
-    modes: dict[str, _Mode] = {own: (None, switched(None))}
+    switched = partial(prefill_mode, model, tokenizer=tokenizer)
     exact = settings_for(model, "exact")
-    modes["exact, lossless"] = exact, switched(exact)
+    modes: dict[str, _Mode] = {
+        f"{model.config._attn_implementation}, model's own": (None, partial(switched, None)),
+        "exact, lossless": (exact, partial(switched, exact)),
+    }
     if not chosen.exact:
         name = settings_name(model, chosen)
         if as_enabled and handle.state.select is not None:
             name += f", select={handle.state.select.name}"
-        modes[name] = chosen, (lambda: _on(handle)) if as_enabled else switched(chosen)
+        modes[name] = chosen, partial(_on, handle) if as_enabled else partial(switched, chosen)
     return modes
 
 

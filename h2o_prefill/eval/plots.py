@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -25,6 +23,7 @@ from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, short_value, varied
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
+from h2o_prefill.eval.report import output_folder
 from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
@@ -305,9 +304,7 @@ def visualize_attention_patterns(
 
     `memory.png` shows which positions the KV heads of each layer hold at the end; `errors.png` the
     error of each layer and head against dense attention, and the share of the dense softmax that
-    falls on visible keys; `stability.png` how much the heavy hitters of a layer change from chunk
-    to chunk and differ between layers; `attention.png` the dense softmax of the two layers where
-    sparse attention errs least and most. Other arguments and errors are as of `measure_attention`.
+    falls on visible keys. Other arguments and errors are as of `measure_attention`.
 
     Parameters
     ----------
@@ -316,9 +313,7 @@ def visualize_attention_patterns(
     title : str
         Description of the run, for the figures.
     """
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    folder = output_folder(output_dir, "output_dir")
     if f".{figure_format}" not in SUFFIXES:
         formats = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"figure_format must be one of {formats}, got {figure_format!r}")
@@ -345,8 +340,8 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
         axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
     figure.colorbar(image, ax=axes, label="share of KV heads that hold it", aspect=30)
     earlier = share[:, : max(0, ends[-1] - window)]
-    mean = _percent(earlier[earlier > 0].mean())
-    finding = f"A key that a layer still holds at the end is held by {mean} of its KV heads"
+    mean = 100 * earlier[earlier > 0].mean()
+    finding = f"A key that a layer still holds at the end is held by {mean:.0f} % of its KV heads"
     return save_figure(figure, path, finding, title)
 
 
@@ -367,53 +362,7 @@ def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
     return save_figure(figure, path, f"{finding}; the mean is {np.nanmean(error):.1f} %", title)
 
 
-def plot_stability(measures: AttentionMeasures, path: File, title: str) -> Figure:
-    """Draw Jaccard indices of heavy hitters: of following chunks by layer, and of two layers."""
-    by_chunk, pairs = measures.heavy_jaccard.nanmean(-1).T, measures.heavy_jaccard_of_layers
-    figure, (left, right) = new_figure(9.6, _map_height(pairs), 2)
-    scale: Style = {"cmap": "viridis", "vmax": 1}
-    _draw_map(
-        left, by_chunk.numpy(), measures.layers, "chunk", "a chunk and the one before it", **scale
-    )
-    what = "two layers, after the last chunk"
-    image = _draw_map(right, pairs.numpy(), measures.layers, "layer", what, **scale)
-    left.set_xticks(range(by_chunk.shape[1]), map(str, range(1, by_chunk.shape[1] + 1)))
-    right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
-    label = "heavy hitters in common (Jaccard index)"
-    figure.colorbar(image, ax=[left, right], label=label, aspect=40)
-    others = pairs[~torch.eye(len(pairs), dtype=torch.bool)]
-    chunk, layer = (_percent(each.nanmean()) for each in (measures.heavy_jaccard, others))
-    finding = f"Following chunks share {chunk} of their heavy hitters, two layers {layer}"
-    return save_figure(figure, path, finding, title)
-
-
-def plot_attention(measures: AttentionMeasures, path: File, title: str) -> Figure:
-    """Draw the dense softmax of the layers that err least and most, mean of the query heads."""
-    error = 100 * measures.l1_error.nanmean(1).nan_to_num()
-    rows = list(dict.fromkeys((int(error.argmin()), int(error.argmax()))))
-    figure, panels = new_figure(9.6, 4.6, len(rows))
-    end = measures.chunk_ends[-1]
-    for row, axes in zip(rows, panels, strict=True):
-        share = measures.pattern[:, row].nanmean(1).numpy()
-        norm, extent = LogNorm(1e-4, 1, clip=True), (0.0, end, end, 0.0)
-        shown = np.ma.masked_equal(share, 0)
-        image = axes.imshow(shown, "magma_r", norm, interpolation="nearest", extent=extent)
-        axes.set_facecolor(_ABSENT)
-        axes.set_title(f"layer {measures.layers[row]}", fontsize=9)
-        axes.set(xlabel="key (tokens)", ylabel="query (tokens)")
-    label = f"share of a query's attention on {-(-end // len(measures.pattern))} keys"
-    figure.colorbar(image, ax=panels, label=label, aspect=40)
-    named = (f"in layer {measures.layers[row]} ({error[row]:.1f} %)" for row in rows)
-    finding = "Dense attention where sparse errs least and most: " + ", ".join(named)
-    return save_figure(figure, path, finding, title)
-
-
-ATTENTION_FIGURES = {
-    "memory": plot_memory_sets,
-    "errors": plot_errors,
-    "stability": plot_stability,
-    "attention": plot_attention,
-}
+ATTENTION_FIGURES = {"memory": plot_memory_sets, "errors": plot_errors}
 
 
 def _draw_map(
@@ -447,10 +396,6 @@ def _write_cells(axes: Axes, texts: pd.DataFrame, dark: Any) -> None:
     for (row, column), text in np.ndenumerate(texts.to_numpy()):
         color = "white" if dark[row, column] else "black"
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
-
-
-def _percent(share: Tensor) -> str:
-    return f"{100 * share:.0f} %" if share == share else "- %"
 
 
 def _map_height(layers: Sized) -> float:

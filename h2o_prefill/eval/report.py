@@ -1,4 +1,4 @@
-"""Reports of evaluations: the JSON files, with versions, machine and build."""
+"""Reports of evaluations: where they go, the JSON files, versions, machine and build."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ import h2o_prefill
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import crossover_text
 from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
+
+
+def output_folder(path: str | os.PathLike[str], argument: str) -> Path:
+    """Return a folder to write into, which may be new; raise ValueError for a file."""
+    folder = Path(path).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{argument} must be a folder, got the file {str(path)!r}")
+    return folder
 
 
 def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -41,10 +49,13 @@ _PACKAGES = ("transformers", "tokenizers", "safetensors", "gguf", "datasets", "n
 
 def environment() -> dict[str, Any]:
     """Describe software, machine and build, as plain values for JSON."""
+    library = {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()}
+    if gpu_name() and torch.ops.h2o_prefill.has_cuda():
+        library["cuda_arch_used"] = torch.ops.h2o_prefill.cuda_arch()
     return {
         "h2o_prefill": h2o_prefill.__version__,
         "commit": commit(),
-        "library": {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()},
+        "library": library,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "packages": {name: _package_version(name) for name in _PACKAGES},
@@ -74,20 +85,6 @@ def commit() -> str | None:
     return head + ("+" if changes else "")
 
 
-def cuda_kernels() -> dict[str, str]:
-    """Return which GPUs, dtypes and shapes have CUDA kernels, and what runs otherwise."""
-    if not torch.ops.h2o_prefill.has_cuda():
-        return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
-    runs = f", of {torch.ops.h2o_prefill.cuda_arch()} on this GPU" if gpu_name() else ""
-    return {
-        "built": f"for {h2o_prefill.build_info()['cuda_archs']}{runs}",
-        "dtypes": "float32, bfloat16, float16",
-        "head dims": "8 to 256 in steps of 8, padded to 64, 96, 128 or 256",
-        "composite versions": "float64; other head dims, since kernels copy 16 bytes at a time",
-        "dense attention": "PyTorch's own for one query, or as many queries as keys",
-    }
-
-
 def crossovers() -> dict[str, str]:
     """Return from which length on a preset is faster than dense attention, by dtype."""
     device = "cuda" if gpu_name() else "cpu"
@@ -99,14 +96,6 @@ def crossovers() -> dict[str, str]:
             text = crossover_text(like, shortest)
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = text
     return found
-
-
-def linear_attention() -> dict[str, str]:
-    """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
-    return {
-        "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
-        "composite version": "float64; CUDA and other devices",
-    }
 
 
 def operators() -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_prefill.generation.prompts import encode_prompt
+from h2o_prefill.generation.prompts import encode_continuation, encode_prompt
 
 QUESTIONS = ("last", "first")
 
@@ -190,7 +190,7 @@ def build_prompt(
         raise ValueError(
             f"text must be longer for lengths of {length} tokens: {available} words are too few"
         )
-    expected = _continuation(tokenizer, f" {', '.join(riddle.answers)}")
+    expected = encode_continuation(tokenizer, f" {', '.join(riddle.answers)}")
     return RetrievalPrompt(encoded(words), kind.new_tokens, riddle.answers, expected)
 
 
@@ -203,11 +203,4 @@ def _encode(tokenizer: Any, riddle: Riddle, text: str, question: str) -> Tensor:
     if not getattr(tokenizer, "chat_template", None):
         return encode_prompt(tokenizer, f"{message}{gap}{lead}", chat=False)
     asked = encode_prompt(tokenizer, message, chat=True)
-    return torch.cat([asked, _continuation(tokenizer, lead)], dim=1)
-
-
-def _continuation(tokenizer: Any, text: str) -> Tensor:
-    """Return the tokens of a text that goes on, int64 [1, T]."""
-    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
-    ids: Tensor = encoded["input_ids"]
-    return ids
+    return torch.cat([asked, encode_continuation(tokenizer, lead)], dim=1)

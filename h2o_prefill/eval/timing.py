@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,7 +156,7 @@ def profile_memory(
     lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 
-    from h2o_prefill.hf import ChunkedPrefillCache
+    from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 
     rows: list[dict[str, int]] = []
     step = count_steps(on_progress, 2 * len(lengths))
@@ -163,31 +164,20 @@ def profile_memory(
     with torch.no_grad(), eval_mode(model):
         for length in lengths:
             ids = random_ids(model, length, generator)
-            dense, sparse = (ChunkedPrefillCache(config=model.config) for _ in range(2))
-            step(f"{length} tokens dense, memory")
-            dense_peak = _peak(model, ids, dense)
-            step(f"{length} tokens sparse, memory")
-            with prefill_mode(model, config, strict=True):
-                sparse_peak = _peak(model, ids, sparse)
-            states = [getattr(layer, "state", None) for layer in sparse.layers]
-            rows.append(
-                {
-                    "seq_length": length,
-                    "dense_peak_bytes": dense_peak,
-                    "sparse_peak_bytes": sparse_peak,
-                    "kv_cache_bytes": _bytes(sparse.layers, "keys", "values"),
-                    "state_bytes": _bytes(states, "scores", "memory"),
-                }
-            )
+            row = {"seq_length": length}
+            for name, mode in (("dense", None), ("sparse", config)):
+                step(f"{length} tokens {name}, memory")
+                cache = ChunkedPrefillCache(config=model.config)
+                given = {**cache_argument(model, cache), **last_logits_only(model)}
+                with prefill_mode(model, mode, strict=True):
+                    peak = peak_bytes(partial(model, input_ids=ids, **given))
+                row[f"{name}_peak_bytes"] = peak
+            states = [getattr(layer, "state", None) for layer in cache.layers]
+            row["kv_cache_bytes"] = _bytes(cache.layers, "keys", "values")
+            row["state_bytes"] = _bytes(states, "scores", "memory")
+            rows.append(row)
     step("done")
     return pd.DataFrame(rows)
-
-
-def _peak(model: Any, ids: Tensor, cache: Any) -> int:
-    from h2o_prefill.hf.cache import cache_argument, last_logits_only
-
-    arguments = {**cache_argument(model, cache), **last_logits_only(model)}
-    return peak_bytes(lambda: model(input_ids=ids, **arguments))
 
 
 def _bytes(holders: Iterable[Any], *names: str) -> int:

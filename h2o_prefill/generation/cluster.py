@@ -16,6 +16,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
@@ -57,6 +58,7 @@ class LoadedModel:
         return kept
 
 
+@dataclass(frozen=True)
 class ModelCluster:
     """Workers of a Dask cluster; each loads the same model once.
 
@@ -73,13 +75,10 @@ class ModelCluster:
         with the same number on the same kind of processor.
     """
 
-    def __init__(
-        self, client: Client, model: str, dtype: str = "float32", threads: int | None = None
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._dtype = dtype
-        self._threads = threads
+    client: Client
+    model: str
+    dtype: str = "float32"
+    threads: int | None = None
 
     def _run(
         self, held: LoadedModel, function: Callable[..., R], shared: Any, pieces: Mapping[K, Any]
@@ -87,12 +86,12 @@ class ModelCluster:
         """Yield the pieces as they finish, as `run_pieces` does."""
         from distributed import as_completed
 
-        what = self._model, self._dtype, h2o_prefill.__version__, model_digest(held.network)
-        submit = partial(self._client.submit, pure=False)
+        what = self.model, self.dtype, h2o_prefill.__version__, model_digest(held.network)
+        submit = partial(self.client.submit, pure=False)
         # A task like the others, not scattered data: Dask makes it again if its worker dies.
         common = submit(_same, shared)
         futures = {
-            submit(_work, what, self._threads, function, common, piece): key
+            submit(_work, what, self.threads, function, common, piece): key
             for key, piece in pieces.items()
         }
         # What is left when the caller stops is released with these futures.
@@ -245,8 +244,6 @@ def _load(model: str, dtype: str, version: str, expected: str) -> LoadedModel:
 
 def _result(future: Any) -> Any:
     """Return the result of a finished future of `_work`, and repeat its warnings here."""
-    from concurrent.futures import CancelledError
-
     from distributed import KilledWorker
 
     try:

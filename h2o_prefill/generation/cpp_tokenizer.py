@@ -82,18 +82,12 @@ def _with_one_split(tokenizer: Any) -> Any:
 
 def _texts_around(tokenizer: Any) -> dict[str, str]:
     whole, alone = (tokenizer("a", add_special_tokens=x)["input_ids"] for x in (True, False))
-    prefix = whole[: len(whole) - len(alone)]
-    texts = {
-        "prefix": " ".join(map(str, prefix)),
-        "chat_begin": "",
-        "chat_next": "",
-        "chat_end": "",
-    }
+    texts = dict.fromkeys(("chat_begin", "chat_next", "chat_end"), "")
+    texts["prefix"] = " ".join(map(str, whole[: len(whole) - len(alone)]))
     if tokenizer.chat_template is not None:
         message = [{"role": "user", "content": _MESSAGE}]
         first = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         texts["chat_begin"] = first.partition(_MESSAGE)[0]
-        texts["chat_next"], _, texts["chat_end"] = turn_text(tokenizer, _MESSAGE).partition(
-            _MESSAGE
-        )
+        turn = turn_text(tokenizer, _MESSAGE)
+        texts["chat_next"], _, texts["chat_end"] = turn.partition(_MESSAGE)
     return texts

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TextStreamer
 
 from h2o_prefill.generation.runs import check_length, generate_greedily
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
@@ -46,6 +47,25 @@ class Sampling:
         return torch.classes.h2o_prefill.Sampler(**asdict(self))
 
 
+class _TimedStreamer(TextStreamer):
+    """Passes on text, and notes when each new token came."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.times: list[float] = []
+        self.last = torch.empty(0)  # the last token
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+            self.last = value
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.on_text(text)
+
+
 def generate_timed(
     model: Any,
     tokenizer: Any,
@@ -69,7 +89,7 @@ def generate_timed(
     if not packaged:
         check_length(model, prompt.shape[1] + max_new_tokens, "prompt and new tokens")
         prompt = prompt.to(model.device)
-    streamer = _timed_streamer(tokenizer, on_text)
+    streamer = _TimedStreamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
         streamer.put(input_ids)
@@ -107,26 +127,3 @@ def open_session(path: str | Path, model: Any) -> ChunkedPrefillCache | PrefillP
     if cache.token_ids is None:
         raise ValueError(f"session {str(path)!r} must have token ids to be continued by a text")
     return cache
-
-
-def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
-    from transformers import TextStreamer
-
-    class TimedStreamer(TextStreamer):
-        """Notes when each new token came."""
-
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
-            self.last = torch.empty(0)  # the last token
-
-        def put(self, value: Tensor) -> None:
-            if not self.next_tokens_are_prompt:
-                self.times.append(time.perf_counter())
-                self.last = value
-            super().put(value)
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            on_text(text)
-
-    return TimedStreamer()

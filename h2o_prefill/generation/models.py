@@ -21,9 +21,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?")
 
-# A name that asks for more positions than the model was trained for.
-_YARN = re.compile(r"(?P<name>.+),yarn=(?P<factor>.*)")
-
 
 def load_model(
     name_or_path: str = DEFAULT_MODEL,
@@ -38,9 +35,9 @@ def load_model(
     `DTYPES`. After a name, ",yarn=2" scales the rotary position embeddings by YaRN (Peng et al.,
     2023): the model takes prompts twice as long as `max_position_embeddings`. `device` is "cpu" or
     a GPU, as "cuda" or "cuda:1". `options` are more arguments of `from_pretrained`, as
-    `distributed_config`. Raises ValueError,
-    FileNotFoundError (for a path) or ImportError, each with a message that names the folder or the
-    missing package; NotImplementedError if the model has other position embeddings.
+    `distributed_config`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each
+    with a message that names the folder or the missing package; NotImplementedError if the model
+    has other position embeddings.
     """
     torch_dtype = resolve_dtype(dtype)
     check_device(device)
@@ -113,16 +110,16 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _split_yarn(name: str) -> tuple[str, float | None]:
     """Return a name without its ",yarn=FACTOR", and the factor."""
-    match = _YARN.fullmatch(name)
-    if match is None:
+    name, asked, text = name.partition(",yarn=")
+    if not asked:
         return name, None
     try:
-        factor = float(match["factor"])
+        factor = float(text)
     except ValueError:
         factor = 0.0
     if not 1 < factor < math.inf:
-        raise ValueError(f"yarn must be a number > 1, got {match['factor']!r}")
-    return match["name"], factor
+        raise ValueError(f"yarn must be a number > 1, got {text!r}")
+    return name, factor
 
 
 def _local_folder(name: str) -> Path | None:

@@ -40,9 +40,6 @@ from h2o_prefill.generation.text import read_text
 # What names a prompt: its "id", or the number of its line.
 PromptId = str | int
 
-# Of each line of answers.
-_BEGIN = b'{"id": '
-
 # Least length of a row relative to the longest of its batch: the rest would be padding.
 _LEAST_SHARE = 0.75
 
@@ -257,12 +254,9 @@ def _batches(
 def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, dict[str, Any]]:
     """Return the answers that a file has, and leave nothing else in it; make it if necessary."""
     rows: dict[PromptId, dict[str, Any]] = {}
-    if not path.exists() or not path.stat().st_size:
-        path.touch()
-        return rows
-    held = path.read_bytes()
+    held = path.read_bytes() if path.exists() else b""
     try:
-        lines = whole_lines(held, _BEGIN)
+        lines = whole_lines(held, b'{"id": ')
     except ValueError as error:
         raise ValueError(f"output must hold answers of this command alone: {error}") from None
     for number, row in _parsed(lines.decode("utf-8", "replace"), "output"):
@@ -279,8 +273,7 @@ def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, di
                 f"model or other settings: write to another file than {str(path)!r}"
             )
         rows[name] = row
-    if _lines(rows.values()) != held:
-        _replace(path, rows.values())
+    _replace(path, rows.values())
     return rows
 
 

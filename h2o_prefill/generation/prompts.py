@@ -46,10 +46,16 @@ def encode_turn(tokenizer: Any, text: str, past: Tensor | None, *, chat: bool) -
         return encode_prompt(tokenizer, text, chat=chat)
     if chat and getattr(tokenizer, "chat_template", None):
         text = turn_text(tokenizer, text) or text
-    encoded = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=False)
-    ids: Tensor = encoded["input_ids"].to(torch.int64)
+    ids = encode_continuation(tokenizer, text)
     ended = chat and past[0, -1] == tokenizer.eos_token_id
     return ids[:, 1:] if ended and ids[0, :1].equal(past[0, -1:].cpu()) else ids
+
+
+def encode_continuation(tokenizer: Any, text: str) -> Tensor:
+    """Return the tokens of a text that goes on, int64 [1, T]: no special ones are added."""
+    encoded = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=False)
+    ids: Tensor = encoded["input_ids"].to(torch.int64)
+    return ids
 
 
 def turn_text(tokenizer: Any, text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.profile import settings_of
 
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -48,8 +49,6 @@ def prefill_mode(
 
 def settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
     """Return settings as `enable` takes them for a model: of its profile, where none are given."""
-    from h2o_prefill.profile import settings_of
-
     return settings_of(model, config)[0]
 
 

@@ -13,6 +13,7 @@ Queries and keys of earlier chunks alone decide, so this is strictly causal.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -66,42 +67,28 @@ class HeadBudgets:
         """Build the sets of the chunk after [chunk_begin, chunk_end), int32 [B, Hkv, width]."""
         batch, heads = scores.shape[:2]
         sets = torch.full((batch, heads, self.width), -1, dtype=torch.int32, device=scores.device)
-        for b in range(batch):
-            for h in range(heads):
-                doublings = min(int(self.errors[b, h, 0]), self.most_doublings)
-                factor = self.factors[h] << doublings
-                window, heavy = (
-                    size * factor for size in (self.config.local_window, self.config.heavy_budget)
-                )
-                one = (slice(b, b + 1), slice(h, h + 1))
-                selected = build_memory_set(
-                    *(previous[one], chunk_begin, chunk_end, scores[one]),
-                    *(window, heavy, self.config.sink_tokens),
-                )
-                sets[b, h, : selected.shape[2]] = selected[0, 0]
+        config = self.config
+        for b, h in itertools.product(range(batch), range(heads)):
+            factor = self.factors[h] << min(int(self.errors[b, h, 0]), self.most_doublings)
+            sizes = factor * config.local_window, factor * config.heavy_budget, config.sink_tokens
+            one = (slice(b, b + 1), slice(h, h + 1))
+            chosen = build_memory_set(previous[one], chunk_begin, chunk_end, scores[one], *sizes)
+            sets[b, h, : chosen.shape[2]] = chosen[0, 0]
         return sets
 
     def measure(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        begin: int,
-        end: int,
-        options: dict[str, Any],
+        self, call: tuple[Tensor, Tensor, Tensor], out: Tensor, begin: int, end: int, options: Any
     ) -> None:
-        """Record the errors of the chunk [begin, end).
+        """Record the errors of the chunk [begin, end) of a call.
 
-        queries and out [B, Hkv, G, Tq, ...] of the call, keys and values [B, Hkv, 1, T, ...].
+        Its queries and out are [B, Hkv, G, Tq, ...], its keys and values [B, Hkv, 1, T, ...].
         """
+        queries, keys, values = call
         past = keys.shape[3] - queries.shape[3]
-        rows = torch.tensor(
-            error_rows(begin, end - begin, self.config.error_rows), dtype=torch.long
-        )
-        if len(rows) == 0:
+        chosen = error_rows(begin, end - begin, self.config.error_rows)
+        if not chosen:
             return
-        rows = rows.to(queries.device) + begin - past
+        rows = torch.tensor(chosen, device=queries.device) + begin - past
         mask = torch.arange(end, device=rows.device) <= past + rows[:, None]
         exact, _ = intra_chunk_attention(
             queries[:, :, :, rows], keys[:, :, :, :end], values[:, :, :, :end], mask, **options

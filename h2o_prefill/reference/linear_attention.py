@@ -5,7 +5,8 @@ A feature map phi replaces the softmax, so that the past of a token is one matri
     S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i,    out_i = scale phi(q_i) S_i.
 
 g_i <= 0 is the logarithm of a decay; without one it is 0. With the normalizer z_i = exp(g_i)
-z_{i-1} + phi(k_i) the output is phi(q_i) S_i / (phi(q_i) . z_i), an average of the values.
+z_{i-1} + phi(k_i) the output is phi(q_i) S_i / (phi(q_i) . z_i), an average of the values. Below,
+z is one more column of S, whose values are all 1.
 
 Parameters, shapes and results as for `h2o_prefill.ops.chunkwise_linear_attention`. float64 is
 computed in float64, everything else in float32.
@@ -39,17 +40,13 @@ def recurrent_linear_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend token by token: O(T D Dv) time, a state of constant size, nothing in parallel."""
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
-    state = _given_or_zeros(initial_state, keys, (k.shape[3], v.shape[3]))
-    normalizer = _given_or_zeros(initial_normalizer, keys, (k.shape[3],))
-    weighted = queries.new_empty(*queries.shape[:4], v.shape[3])
-    weights = queries.new_empty(queries.shape[:4])
+    state = _first_state(keys, values, initial_state, initial_normalizer)
+    weighted = queries.new_empty(*queries.shape[:4], values.shape[3])
     for i in range(q.shape[2]):
-        kept = decay[:, :, i, None].exp()
-        state = kept[..., None] * state + keys[:, :, i, :, None] * values[:, :, i, None, :]
-        normalizer = kept * normalizer + keys[:, :, i]
-        weighted[:, :, :, i] = torch.einsum("bhgd,bhdv->bhgv", queries[:, :, :, i], state)
-        weights[:, :, :, i] = torch.einsum("bhgd,bhd->bhg", queries[:, :, :, i], normalizer)
-    return _finish(weighted, weights, q.dtype, normalize, scale), state, normalizer
+        kept = decay[:, :, i, None, None].exp() * state
+        state = kept + keys[:, :, i, :, None] * values[:, :, i, None, :]
+        weighted[:, :, :, i] = queries[:, :, :, i] @ state
+    return _output(weighted, q.dtype, normalize, scale), *_parts(state, normalize)
 
 
 def chunkwise_linear_attention(
@@ -61,19 +58,20 @@ def chunkwise_linear_attention(
     initial_normalizer: Tensor | None = None,
     feature_map: str = "elu+1",
     chunk_size: int = 64,
+    causal: bool = True,
+    diagonal_once: bool = False,
     normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend chunk by chunk: in parallel inside a chunk, with a state from chunk to chunk.
 
     For a chunk that starts with state S, and A_ij = phi(q_i) . phi(k_j) over its keys j <= i,
-    out = A V + phi(Q) S. O(T (C (D + Dv) + D Dv)) time, O(C^2 + D Dv) memory.
+    out = A V + phi(Q) S. O(T (C (D + Dv) + D Dv)) time, O(C^2 + D Dv) memory. Not `causal`, the
+    output has both directions.
     """
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
-    state = _given_or_zeros(initial_state, keys, (k.shape[3], v.shape[3]))
-    normalizer = _given_or_zeros(initial_normalizer, keys, (k.shape[3],))
-    weighted = queries.new_empty(*queries.shape[:4], v.shape[3])
-    weights = queries.new_empty(queries.shape[:4])
+    state = _first_state(keys, values, initial_state, initial_normalizer)
+    weighted = queries.new_empty(*queries.shape[:4], values.shape[3])
     for begin in range(0, q.shape[2], chunk_size):
         rows = slice(begin, begin + chunk_size)
         q_c, k_c, v_c = queries[:, :, :, rows], keys[:, :, rows], values[:, :, rows]
@@ -81,16 +79,18 @@ def chunkwise_linear_attention(
         from_start = decay[:, :, rows].cumsum(2).exp()
         to_end = within[:, :, -1]
 
-        intra = torch.einsum("bhgid,bhjd->bhgij", q_c, k_c) * within.unsqueeze(2)
+        intra = (q_c @ k_c.unsqueeze(2).transpose(3, 4)) * within.unsqueeze(2)
         inter = q_c * from_start[:, :, None, :, None]
         weighted[:, :, :, rows] = intra @ v_c.unsqueeze(2) + inter @ state.unsqueeze(2)
-        weights[:, :, :, rows] = intra.sum(4) + torch.einsum("bhgid,bhd->bhgi", inter, normalizer)
 
-        kept = from_start[:, :, -1, None]
-        arriving = k_c * to_end.unsqueeze(3)
-        state = kept.unsqueeze(3) * state + arriving.transpose(2, 3) @ v_c
-        normalizer = kept * normalizer + arriving.sum(2)
-    return _finish(weighted, weights, q.dtype, normalize, scale), state, normalizer
+        arriving = (k_c * to_end.unsqueeze(3)).transpose(2, 3) @ v_c
+        state = from_start[:, :, -1, None, None] * state + arriving
+    out = _output(weighted, q.dtype, normalize, scale)
+    if not causal:
+        out = bidirectional_linear_attention(
+            q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
+        )
+    return out, *_parts(state, normalize)
 
 
 def bidirectional_linear_attention(
@@ -114,8 +114,8 @@ def bidirectional_linear_attention(
     within = decay_matrix(decay) + backwards
     if diagonal_once:
         within = within - torch.eye(q.shape[2], dtype=within.dtype, device=within.device)
-    matrix = torch.einsum("bhgid,bhjd->bhgij", queries, keys) * within.unsqueeze(2)
-    return _finish(matrix @ values.unsqueeze(2), matrix.sum(4), q.dtype, normalize, scale)
+    matrix = (queries @ keys.unsqueeze(2).transpose(3, 4)) * within.unsqueeze(2)
+    return _output(matrix @ values.unsqueeze(2), q.dtype, normalize, scale)
 
 
 def decay_matrix(log_decay: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def decay_matrix(log_decay: Tensor) -> Tensor:
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, feature_map: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return phi(q) [B, Hkv, G, T, D], phi(k), v and g [B, Hkv, T] in the dtype computed in."""
+    """Return phi(q) [B, Hkv, G, T, D], phi(k), (v, 1) and g [B, Hkv, T], in float32 or float64."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     phi = FEATURE_MAPS[feature_map]
     if log_decay is None:
@@ -141,20 +141,30 @@ def _prepare(
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(k.shape[:3])
     queries = phi(q.to(dtype)).unflatten(1, (k.shape[1], -1))
-    return queries, phi(k.to(dtype)), v.to(dtype), log_decay.to(dtype)
+    return queries, phi(k.to(dtype)), F.pad(v.to(dtype), (0, 1), value=1), log_decay.to(dtype)
 
 
-def _given_or_zeros(given: Tensor | None, keys: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return keys.new_zeros(*keys.shape[:2], *shape) if given is None else given.to(keys.dtype)
-
-
-def _finish(
-    weighted: Tensor, weights: Tensor, dtype: torch.dtype, normalize: bool, scale: float | None
+def _first_state(
+    keys: Tensor, values: Tensor, state: Tensor | None, normalizer: Tensor | None
 ) -> Tensor:
+    whole = keys.new_zeros(*keys.shape[:2], keys.shape[3], values.shape[3])
+    if state is not None:
+        whole[..., :-1] = state
+    if normalizer is not None:
+        whole[..., -1] = normalizer
+    return whole
+
+
+def _parts(state: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Return S, and z, without entries where nothing is normalized."""
+    return state[..., :-1], state[..., -1] if normalize else state[..., :0, -1]
+
+
+def _output(weighted: Tensor, dtype: torch.dtype, normalize: bool, scale: float | None) -> Tensor:
+    out, weights = weighted[..., :-1], weighted[..., -1:]
     if normalize:
-        weights = weights.unsqueeze(4)
         zero = weights == 0
-        out = (weighted / weights.masked_fill(zero, 1)).masked_fill(zero, 0)
+        out = (out / weights.masked_fill(zero, 1)).masked_fill(zero, 0)
     else:
-        out = weighted * (1.0 if scale is None else scale)
+        out = out * (1.0 if scale is None else scale)
     return out.flatten(1, 2).to(dtype)

@@ -128,13 +128,12 @@ def build_memory_set(
     retained = set(local.tolist()) | set(range(min(sink_tokens, chunk_end)))
     width = sink_tokens + local_window_size + heavy_budget
     memory = torch.full((num_layers, num_heads, width), -1, dtype=torch.int32)
+    if prev_memory is None:
+        prev_memory = memory[..., :0]
     for layer in range(num_layers):
-        previous = None if prev_memory is None else prev_memory[layer]
         candidates = get_heavy_hitter_candidates(
-            previous, chunk_start, chunk_end, local, sink_tokens
+            prev_memory[layer], chunk_start, chunk_end, local, sink_tokens
         )
-        if previous is None:
-            candidates = candidates * num_heads
         heavy = select_heavy_hitters(scores[layer], candidates, heavy_budget)
         for head, best in enumerate(heavy.tolist()):
             members = sorted(retained | {j for j in best if j >= 0})

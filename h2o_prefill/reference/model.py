@@ -53,21 +53,16 @@ class ChunkedSparseAttentionLayer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        hidden, head = config.hidden_size, config.head_dim
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(hidden, config.num_heads * head, bias=False),
-                "k_proj": nn.Linear(hidden, config.num_kv_heads * head, bias=False),
-                "v_proj": nn.Linear(hidden, config.num_kv_heads * head, bias=False),
-                "o_proj": nn.Linear(config.num_heads * head, hidden, bias=False),
-            }
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        self.self_attn = _projections(
+            q_proj=(hidden, query),
+            k_proj=(hidden, key),
+            v_proj=(hidden, key),
+            o_proj=(query, hidden),
         )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
-                "up_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
-                "down_proj": nn.Linear(config.intermediate_size, hidden, bias=False),
-            }
+        self.mlp = _projections(
+            gate_proj=(hidden, inner), up_proj=(hidden, inner), down_proj=(inner, hidden)
         )
         self.input_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
@@ -108,6 +103,10 @@ class ChunkedSparseAttentionLayer(nn.Module):
         )
         prompt.state[layer] = (state[0], state[1], state[2])
         return out[0]
+
+
+def _projections(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
 
 
 class ChunkedSparseTransformer(nn.Module):

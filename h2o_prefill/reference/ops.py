@@ -22,8 +22,9 @@ from h2o_prefill.reference.attention import (
 )
 from h2o_prefill.reference.attention import intra_chunk_attention as attend_inside
 from h2o_prefill.reference.budgets import HeadBudgets
-from h2o_prefill.reference.linear_attention import bidirectional_linear_attention
-from h2o_prefill.reference.linear_attention import chunkwise_linear_attention as attend_chunkwise
+from h2o_prefill.reference.linear_attention import (
+    chunkwise_linear_attention as chunkwise_linear_attention,
+)
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
 from h2o_prefill.reference.recall import lexical_recall as lexical_recall
@@ -68,21 +69,22 @@ def dense_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Attend causally to the whole history: query i of Tq sees keys j <= T - Tq + i."""
-    mask = causal_mask(q.shape[2], k.shape[2])
-    out, _ = attend_inside(*_grouped(q, k, v), mask, scale, _grouped_sinks(sinks, q, k), softcap)
-    return _ungrouped(out, q)
+    return sliding_window_attention(q, k, v, None, scale, sinks, softcap)[0]
 
 
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int,
+    window: int | None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally in a window: query i of Tq sees T - Tq + i - window < j <= T - Tq + i."""
+    """Attend causally in a window: query i of Tq sees T - Tq + i - window < j <= T - Tq + i.
+
+    Without a window it sees all keys j <= T - Tq + i.
+    """
     queries, keys, values = _grouped(q, k, v)
     mask = causal_mask(q.shape[2], k.shape[2], window)
     logits = masked_logits(queries, keys, mask, scale, softcap)
@@ -145,11 +147,8 @@ def chunked_sparse_attention(
     (batch, heads, total), size = k.shape[:3], config.chunk_size
     past = total - q.shape[2]
     queries, keys, values = _grouped(q, k, v)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "sinks": _grouped_sinks(sinks, q, k),
-        "softcap": softcap,
-    }
+    grouped = _grouped_sinks(sinks, q, k)
+    options: dict[str, Any] = {"scale": scale, "sinks": grouped, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
@@ -180,7 +179,8 @@ def chunked_sparse_attention(
             attended = budgets.select(tracker.scores, previous, last_chunk_begin, begin)
             third = None
             if recalled is not None:  # a key in the memory set of a head does not count twice
-                unseen = recalled[:, None, rows] & ~_membership(attended, total).unsqueeze(2)
+                held = (attended.unsqueeze(3) == torch.arange(total, device=q.device)).any(2)
+                unseen = recalled[:, None, rows] & ~held.unsqueeze(2)
                 third = (keys, values, unseen.unsqueeze(2))
             out[:, :, :, rows], inter_weights, intra_weights = fused_chunk_attention(
                 *chunk,
@@ -192,7 +192,7 @@ def chunked_sparse_attention(
             )
             for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
-            budgets.measure(*(queries, keys, values, out), begin, end, options)
+            budgets.measure((queries, keys, values), out, begin, end, options)
         for b in range(batch):
             tracker.set_initial_scores(b, begin, end, intra_weights[b])
         previous, last_chunk_begin = attended, begin
@@ -202,32 +202,6 @@ def chunked_sparse_attention(
         tail = slice(max(q.shape[2] - config.dense_tail, 0), None)
         result[:, :, tail] = dense_attention(q[:, :, tail], k, v, scale, sinks, softcap)
     return result, tracker.scores, attended, budgets.errors.to(q.device)
-
-
-def chunkwise_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    initial_normalizer: Tensor | None = None,
-    feature_map: str = "elu+1",
-    chunk_size: int = 64,
-    causal: bool = True,
-    diagonal_once: bool = False,
-    normalize: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend linearly, as `linear_attention` says, in chunks of at most 64 tokens."""
-    out, state, normalizer = attend_chunkwise(
-        *(q, k, v, log_decay, initial_state, initial_normalizer, feature_map),
-        *(min(chunk_size, 64), normalize, scale),
-    )
-    if not causal:
-        out = bidirectional_linear_attention(
-            q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
-        )
-    return out, state, normalizer if normalize else normalizer[..., :0]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,13 +220,6 @@ def _grouped_sinks(sinks: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 def _ungrouped(out: Tensor, q: Tensor) -> Tensor:
     return out.flatten(1, 2).to(q.dtype)
-
-
-def _membership(indices: Tensor, length: int) -> Tensor:
-    """Return bool [..., length]: whether a position is among the indices."""
-    mask = torch.zeros(*indices.shape[:-1], length + 1, dtype=torch.bool, device=indices.device)
-    mask.scatter_(-1, indices.long().masked_fill(indices < 0, length), True)
-    return mask[..., :length]
 
 
 def _recall_mask(

@@ -13,16 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.prompts import encode_prompt
 from h2o_prefill.generation.runs import DENSE, settings_for
-from h2o_prefill.serving.protocol import (
-    Answer,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Finish,
-)
+from h2o_prefill.serving.protocol import Answer, ApiError, ChatRequest, CompletionRequest, Finish
 from h2o_prefill.serving.worker import Job, Worker, settings_error
 
 # For a body to arrive.
@@ -37,11 +30,6 @@ _TOKEN_BYTES = 16
 # Of /v1/completions, as OpenAI's; answers of a chat may fill the context.
 _COMPLETION_TOKENS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def parse_settings(model: Any, text: str) -> PrefillConfig | None:
-    """Return a model's settings by a text, None for "dense", the model's own attention."""
-    return None if text == DENSE else settings_for(model, text)
 
 
 def create_app(
@@ -180,8 +168,10 @@ def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
     if len(ids) + wanted > worker.context:
         message = f"{param} of {len(ids)} tokens and {wanted} new ones must be <= {worker.context}"
         raise ApiError(400, message, code="context_length_exceeded", param=param)
+    config = worker.config if settings is None else None
     try:
-        config = worker.config if settings is None else parse_settings(worker.model, settings)
+        if settings not in (None, DENSE):
+            config = settings_for(worker.model, settings)
     except ValueError as error:
         raise settings_error(error) from None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop

@@ -157,8 +157,7 @@ class Worker:
         self._running = job
         event: Finish | ApiError
         try:
-            refused = self._enable(job.config)
-            event = refused or self._generate(job)
+            event = self._enable(job.config) or self._generate(job)
         except _CancelledError:
             self.counts["cancelled_total"] += 1
             event = ApiError(503, "the server is stopping")

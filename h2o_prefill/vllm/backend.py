@@ -65,19 +65,17 @@ class Builder(cpu_attn.CPUAttentionMetadataBuilder):
         if not self._is_ours or common.causal is not True or common.mm_req_doc_ranges:
             return metadata
         bounds = common.query_start_loc_cpu[: common.num_reqs + 1]
-        lengths, totals = bounds.diff().tolist(), common.seq_lens[: common.num_reqs].tolist()
+        lengths, totals = bounds.diff(), common.seq_lens[: common.num_reqs].tolist()
         steps = runner.current
-        if steps is not None and (rows := steps.rows(lengths, totals)):
-            ours = {row.index for row in rows}
-            others = [i for i in range(common.num_reqs) if i not in ours]
-            starts = bounds.tolist()
-            part = [torch.arange(starts[i], starts[i + 1]) for i in others]
-            tokens = torch.cat(part) if part else bounds[:0].long()
+        if steps is not None and (rows := steps.rows(lengths.tolist(), totals)):
+            is_other = torch.ones(common.num_reqs, dtype=torch.bool)
+            is_other[[row.index for row in rows]] = False
+            tokens = is_other.repeat_interleave(lengths).nonzero().flatten()
             rest = None
-            if others:
-                rest = super().build(0, _of_requests(common, others, tokens), **kwargs)
+            if is_other.any():
+                rest = super().build(0, _of_requests(common, is_other, tokens), **kwargs)
             blocks = common.block_table_tensor
-            metadata.h2o_prefill = Plan(rows, starts, blocks, rest, tokens)
+            metadata.h2o_prefill = Plan(rows, bounds.tolist(), blocks, rest, tokens)
         return metadata
 
 
@@ -86,13 +84,6 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = self._refused() or refused(get_current_vllm_config())
-        self.is_ours = reason is None
-        if reason is not None:
-            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
-
-    def _refused(self) -> str | None:
-        """Return why a layer stays vLLM's, None if it does not."""
         reasons = {
             "layers of encoders": self.attn_type != AttentionType.DECODER,
             "pages of 8 bits": self.is_fp8_kv_cache,
@@ -101,7 +92,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             "capped logits": bool(self.logits_soft_cap),
             "attention sinks of the model": self.sinks is not None,
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = reason or refused(get_current_vllm_config())
+        self.is_ours = reason is None
+        if reason is not None:
+            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
 
     def forward(
         self,
@@ -165,17 +160,16 @@ def _reads_pages(builder: Builder) -> bool:
     return all(x[0].transpose(0, 1).equal(row) for x, row in zip(found, rows, strict=True))
 
 
-def _of_requests(common: Any, requests: list[int], tokens: Tensor) -> Any:
+def _of_requests(common: Any, wanted: Tensor, tokens: Tensor) -> Any:
     """Return the metadata of some requests of a batch, whose tokens these are."""
-    index = torch.tensor(requests)
-    bounds = common.query_start_loc_cpu
+    index, bounds = wanted.nonzero().flatten(), common.query_start_loc_cpu
     lengths = bounds.diff()[index]
     starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=bounds.dtype), (1, 0))
     return common.replace(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=common.seq_lens[index],
-        num_reqs=len(requests),
+        num_reqs=len(index),
         num_actual_tokens=len(tokens),
         max_query_len=int(lengths.max()),
         block_table_tensor=common.block_table_tensor[index],

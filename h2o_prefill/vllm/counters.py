@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import bisect
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Tells the processes that an engine starts where to count.
 _FOLDER = "H2O_PREFILL_COUNTERS"
@@ -35,11 +36,10 @@ class Counters:
 
     def __init__(self, folder: str | None = None) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=folder is None) as file:
-            file.truncate(8 * len(_NUMBERS))
-            self._values = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+            self._values = np.memmap(file.name, "d", "w+", shape=len(_NUMBERS))
 
     def __getitem__(self, name: str) -> float:
-        return self._values[_NUMBERS[name]]
+        return float(self._values[_NUMBERS[name]])
 
     def __setitem__(self, name: str, value: float) -> None:
         self._values[_NUMBERS[name]] = value
@@ -68,8 +68,8 @@ def show() -> None:
 
 def read(folder: str) -> dict[str, float]:
     """Return the sums over all processes that count in a folder."""
-    files = [memoryview(path.read_bytes()).cast("d") for path in sorted(Path(folder).iterdir())]
-    return {name: sum(values[i] for values in files) for name, i in _NUMBERS.items()}
+    files = map(np.fromfile, Path(folder).iterdir())
+    return dict(zip(_NUMBERS, sum(files, np.zeros(len(_NUMBERS))).tolist(), strict=True))
 
 
 class _Collector:

@@ -130,9 +130,8 @@ class Prompt:
 
     def key(self, length: int, chunk_size: int) -> bytes:
         """Return what stands for the whole chunks of the first tokens, and their settings."""
-        while (len(self._keys) + 1) * chunk_size <= length:
-            begin = len(self._keys) * chunk_size
-            end = begin + chunk_size
+        while (end := (len(self._keys) + 1) * chunk_size) <= length:
+            begin = end - chunk_size
             before = self._keys[-1] if self._keys else (self.choice.text, self.owner)
             images = [image for image in self.images if begin <= image[0] < end]
             told = repr((before, list(self.tokens[begin:end]), images)).encode()
@@ -239,7 +238,8 @@ class Planner:
         for begin, end in self.rules.cut(past, total, len(prompt.tokens)):
             piece = Piece(begin, end)
             if state is not None and begin < len(prompt.tokens):
-                piece, state = self._sparse_piece(prompt, state, begin, end)
+                piece = self._sparse_piece(prompt, state, begin, end)
+                state = piece.after
             kind = "sparse" if piece.after else "lost" if lost else "exact"
             self.counters[f"{kind}_tokens"] += end - begin
             pieces.append(piece)
@@ -247,21 +247,19 @@ class Planner:
             self._states[prompt.request] = state
         return Row(index, past, total, pieces)
 
-    def _sparse_piece(
-        self, prompt: Prompt, state: PromptState, begin: int, end: int
-    ) -> tuple[Piece, PromptState]:
-        """Return a piece that goes on from a state, and the last state that is complete."""
+    def _sparse_piece(self, prompt: Prompt, state: PromptState, begin: int, end: int) -> Piece:
+        """Return a piece that goes on from a state; the one after it is the last complete one."""
         config, size, lists = state.config, self.rules.chunk_size, NO_RECALL
         if config.recall:
             text = self._token_text() if config.recall_characters else None
             lists = recall_lists(torch.tensor([prompt.tokens[:end]]), state.length, config, text)
         if begin > state.length:
-            return Piece(begin, end, state, state, lists), state
+            return Piece(begin, end, state, state, lists)
         aligned = state.aligned and begin % size == 0
         after = PromptState(config, end, aligned)
         if aligned and end % size == 0:
             self.checkpoints.put(prompt.key(end, size), after)
-        return Piece(begin, end, state, after, lists), after
+        return Piece(begin, end, state, after, lists)
 
     def _state_at(self, prompt: Prompt, past: int) -> PromptState | None:
         """Return the state of a prompt before a row, None if it is gone."""

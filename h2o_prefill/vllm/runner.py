@@ -20,15 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
 from h2o_prefill.vllm.counters import Counters, shared_folder
-from h2o_prefill.vllm.plan import (
-    EXACT,
-    Choice,
-    Planner,
-    Prompt,
-    Row,
-    Rules,
-    is_too_short,
-)
+from h2o_prefill.vllm.plan import EXACT, Choice, Planner, Prompt, Row, Rules, is_too_short
 from h2o_prefill.vllm.state import Checkpoints
 
 # Below "vllm", whose handlers show it.
@@ -124,28 +116,24 @@ class ChunkScheduler(Scheduler):
 
 
 class Steps:
-    """The steps of a model runner; `planner` is None where all of them are vLLM's."""
+    """The steps of a model runner."""
 
     def __init__(self, runner: Any) -> None:
         # The runner holds this.
         self._runner = weakref.proxy(runner)
         self._scheduled: dict[str, int] = {}
-        self._prompts: dict[str, Prompt | None] = {}
+        self._prompts: dict[str, Prompt] = {}
         self._rows: list[Row] | None = None
-        self.planner: Planner | None = None
-        if refused(runner.vllm_config) is None:
-            checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
-            self.planner = Planner(rules(), checkpoints, counters, self._token_text)
+        checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
+        self.planner = Planner(rules(), checkpoints, counters, self._token_text)
 
     def begin(self, output: Any) -> None:
         """Take note of a step of the scheduler."""
         self._scheduled, self._rows = output.num_scheduled_tokens, None
-        if self.planner is not None:
-            # A request that has ended may come again under its name.
-            requests = self._runner.requests.keys() - output.finished_req_ids
-            held = self._prompts.items()
-            self.planner.forget_others(requests)
-            self._prompts = {request: prompt for request, prompt in held if request in requests}
+        # A request that has ended may come again under its name.
+        requests = self._runner.requests.keys() - output.finished_req_ids
+        self.planner.forget_others(requests)
+        self._prompts = {x: prompt for x, prompt in self._prompts.items() if x in requests}
 
     def rows(self, lengths: list[int], totals: list[int]) -> list[Row]:
         """Return our rows of the step; `lengths` are the tokens of each request in the batch.
@@ -153,8 +141,7 @@ class Steps:
         There are none in a batch that is not the step's, as those that warm a model up.
         """
         batch = list(self._runner.input_batch.req_ids)[: len(lengths)]
-        ours = [self._scheduled.get(request) for request in batch] == lengths
-        if self.planner is None or not ours:
+        if [self._scheduled.get(request) for request in batch] != lengths:
             return []
         if self._rows is None:  # One plan for all groups of layers.
             pasts = (total - length for total, length in zip(totals, lengths, strict=True))
@@ -186,7 +173,8 @@ class Steps:
         return vocabulary.token_text(cached_tokenizer_from_config(config))
 
 
-# The steps of the runner that began one last, which all builders of this process are called by.
+# The steps of the runner that began one last, which all builders of this process are called by;
+# None where all of them are vLLM's.
 current: Steps | None = None
 
 
@@ -226,9 +214,10 @@ def install() -> None:
         global current
         result = update(self, scheduler_output)
         if not hasattr(self, "h2o_prefill"):
-            self.h2o_prefill = Steps(self)
+            self.h2o_prefill = None if refused(self.vllm_config) else Steps(self)
         current = self.h2o_prefill
-        current.begin(scheduler_output)
+        if current is not None:
+            current.begin(scheduler_output)
         return result
 
     InputProcessor.process_inputs = process_inputs

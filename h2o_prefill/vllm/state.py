@@ -12,13 +12,6 @@ from h2o_prefill.functional import next_memory
 from h2o_prefill.state import Checkpoint, PrefillState
 
 
-def checkpoint_of(state: PrefillState, config: PrefillConfig) -> Checkpoint:
-    """Return what the next chunk needs of a layer's state; the settings are of that layer."""
-    memory = next_memory(state, config)
-    scores = state.scores.gather(2, memory.clamp(min=0).long()).masked_fill(memory < 0, 0)
-    return Checkpoint(memory, scores, state.errors)
-
-
 @dataclass
 class PromptState:
     """State of all layers after the first `length` tokens of a prompt.
@@ -43,9 +36,11 @@ class PromptState:
 
     def keep(self, layer: int, state: PrefillState) -> None:
         """Keep the state of a layer after `length` tokens."""
-        ends_chunk = self.length % self.config.chunk_size == 0
-        config = self.config.of_layer(layer)
-        self.layers[layer] = checkpoint_of(state, config) if ends_chunk else state
+        self.layers[layer] = state
+        if self.length % self.config.chunk_size == 0:
+            memory = next_memory(state, self.config.of_layer(layer))
+            scores = state.scores.gather(2, memory.clamp(min=0).long()).masked_fill(memory < 0, 0)
+            self.layers[layer] = Checkpoint(memory, scores, state.errors)
 
     @property
     def nbytes(self) -> int:

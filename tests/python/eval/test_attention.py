@@ -104,12 +104,6 @@ def test_a_model_against_softmaxes_over_all_pairs(tiny_model):
     config = CONFIG.replace(recall=2, recall_block=8, dense_tail=12)
     measures = measure_attention(tiny_model, PROMPT, config)
     assert measures.layers == (0, 1) and measures.chunk_ends == ENDS
-    for layer, (q, k, _) in enumerate(layers):
-        unit = torch.eye(LENGTH, dtype=q.dtype).expand(1, k.shape[1], -1, -1)
-        weights = reference.ops.dense_attention(q, k, unit)[0]
-        # Bins of two tokens.
-        bins = weights.unflatten(2, (-1, 2)).sum(-1).unflatten(1, (-1, 2)).mean(2)
-        torch.testing.assert_close(measures.pattern[:, layer], bins.transpose(0, 1))
     assert measures.l1_error.amin() > 0.001 and measures.mass_recall.amax() < 0.999
     rows = torch.tensor([16, 16, 16, 16, 8]).unsqueeze(1)
     for row, layer in enumerate(layers):
@@ -124,19 +118,11 @@ def test_a_model_against_softmaxes_over_all_pairs(tiny_model):
             found = getattr(measures, name)[..., row, :].double()
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
 
-    def shared(*places, window):
-        """Share two sets, each without the local window of its chunk."""
-        one, other = (
-            {x for x in measures.memory[place].flatten().tolist() if 0 <= x < end - window}
-            for place, end in ((place, ENDS[place[0]]) for place in places)
-        )
-        return pytest.approx(len(one & other) / len(one | other))
-
     for chunk, *head in torch.cartesian_prod(*(torch.arange(n) for n in (4, 2, 2))).tolist():
-        sets = (chunk, *head), (chunk + 1, *head)
-        assert measures.jaccard[sets[0]].item() == shared(*sets, window=0)
-        assert measures.heavy_jaccard[sets[0]].item() == shared(*sets, window=4)
-    assert measures.heavy_jaccard_of_layers[0, 1].item() == shared((4, 0), (4, 1), window=4)
+        sets = (measures.memory[(c, *head)].tolist() for c in (chunk, chunk + 1))
+        one, other = ({x for x in held if x >= 0} for held in sets)
+        expected = pytest.approx(len(one & other) / len(one | other))
+        assert measures.jaccard[(chunk, *head)].item() == expected
 
     values = measures.to_dict()
     assert [row["end"] for row in values["by_chunk"]] == list(ENDS)

@@ -22,7 +22,7 @@ def test_the_figures_show_the_arrays(tiny, tmp_path):
     model = tiny.make_uneven_model()
     for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
         measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
-        for name in ("memory", "errors", "stability", "attention"):
+        for name in ("memory", "errors"):
             assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)
     panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny").axes
     torch.testing.assert_close(_shown(panel), measures.head_share(4))
@@ -32,18 +32,6 @@ def test_the_figures_show_the_arrays(tiny, tmp_path):
     assert error.images[0].get_array().mask.tolist() == absent
     for axes, values in ((error, measures.l1_error), (mass, measures.mass_recall)):
         torch.testing.assert_close(_shown(axes), 100 * values, equal_nan=True)
-
-    chunks, pairs, _ = plots.plot_stability(measures, tmp_path / "s.png", "tiny").axes
-    torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
-    torch.testing.assert_close(_shown(pairs), measures.heavy_jaccard_of_layers)
-    # The layers with the least and the largest error.
-    pattern = measures.pattern[:, [0, 1, 0]]
-    errors = torch.tensor([[0.2], [0.1], [0.3]])
-    layers = dataclasses.replace(measures, layers=(3, 4, 5), l1_error=errors, pattern=pattern)
-    figure = plots.plot_attention(layers, tmp_path / "a.png", "tiny")
-    for layer, axes in zip((1, 2), figure.axes, strict=False):
-        torch.testing.assert_close(_shown(axes).nan_to_num(), pattern[:, layer].nanmean(1))
-        assert axes.get_title() == f"layer {3 + layer}"
 
 
 def test_long_prompts_are_averaged(tiny_model, tmp_path):

@@ -57,7 +57,7 @@ def test_operators_have_cpu_kernels():
 @pytest.mark.parametrize("head_dim", [1, 64, 700])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_linear_attention_is_computed_as_said(name, causal, head_dim):
+def test_linear_attention_has_kernels_but_for_float64(name, causal, head_dim):
     q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
     q.requires_grad_()
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -66,5 +66,4 @@ def test_linear_attention_is_computed_as_said(name, causal, head_dim):
         out.sum().backward()
     # Kernels multiply without PyTorch's products.
     composed = any(event.key == "aten::matmul" for event in run.key_averages())
-    said = report.linear_attention()
-    assert composed == (name in said["composite version"]) == (name not in said["CPU"])
+    assert composed == (name == "float64")
