@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, folder, **options):
         self.llm = LLM(str(folder), **{**OPTIONS, **options})
 
-    def ask(self, *prompts, settings=None, new=4, losses=False, salt=None):
+    def ask(self, *prompts, settings=None, new=4, losses=False, salt=None, adapter=None):
         """Answer prompts greedily in one batch; `settings` may be a list, for each of them."""
         each = settings if isinstance(settings, list) else [settings] * len(prompts)
         shared = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
@@ -62,7 +62,8 @@ class Engine:
         extras = [None if x is None else {"h2o_prefill": x} for x in each]
         params = [SamplingParams(**shared, extra_args=extra) for extra in extras]
         asked = [{"prompt_token_ids": x} | ({"cache_salt": salt} if salt else {}) for x in prompts]
-        answers = [_answer(x) for x in self.llm.generate(asked, params, use_tqdm=False)]
+        more = {"use_tqdm": False, "lora_request": adapter}
+        answers = [_answer(x) for x in self.llm.generate(asked, params, **more)]
         return answers[0] if len(answers) == 1 else answers
 
     @property

@@ -2,16 +2,26 @@
 
 import functools
 import gc
+import json
 import logging
 import random
 
 import pytest
 import torch
 from engines import CHUNK, SETTINGS, SIZES, save
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from safetensors.torch import save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from h2o_prefill import enable
 from h2o_prefill.vllm import runner
 from h2o_prefill.vllm.plan import Prompt
 from h2o_prefill.vllm.state import PromptState
@@ -68,6 +78,41 @@ def test_without_its_state_a_prefix_is_followed_densely(make_engine, folder, tok
     assert lost.cached == 4 * CHUNK
     assert counted == {"state_misses": 1, "lost_tokens": len(second) - 4 * CHUNK}
     assert len(engine.planner.checkpoints) == engine.planner.checkpoints.nbytes == 0
+
+
+def save_adapter(folder, model, number):
+    """Save a random LoRA adapter; return the request for it, and the model with it."""
+    torch.manual_seed(number)
+    path, weights = folder / str(number), {}
+    for i, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            a, b = 0.1 * torch.randn(8, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], 8)
+            weight.data += 2 * b @ a  # lora_alpha / r
+            key = f"base_model.model.model.layers.{i}.self_attn.{name}"
+            weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    path.mkdir()
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config["target_modules"] = ["q_proj", "k_proj", "v_proj"]
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(str(number), number, str(path)), model
+
+
+def test_each_adapter_has_states_of_its_own(make_engine, folder, tokens, tmp_path):
+    engine, ids = (
+        make_engine(folder, enable_lora=True, max_lora_rank=8, max_loras=2),
+        tokens(LENGTH),
+    )
+    model = functools.partial(LlamaForCausalLM.from_pretrained, folder, dtype=torch.float32)
+    adapted = [(None, model()), *(save_adapter(tmp_path, model(), number) for number in (1, 2))]
+    hit = {"state_hits": 1, "sparse_tokens": LENGTH % 32}
+    for expected in ({"sparse_tokens": LENGTH}, hit):
+        for adapter, whole in adapted:
+            answer, counted = engine.counted(ids, adapter=adapter)
+            with enable(whole, SETTINGS):
+                tokens_of = whole.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
+            assert answer.tokens == tokens_of[0, LENGTH:].tolist() and counted == expected
 
 
 def test_an_engine_starts_again_with_other_settings(make_engine, folder, tokens, monkeypatch):
