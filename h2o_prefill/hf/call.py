@@ -22,10 +22,7 @@ from h2o_prefill.hf.forward import (
 from h2o_prefill.hf.kinds import (
     Padding,
     Window,
-    attend_in_chunks,
-    attend_in_window,
     is_causal,
-    layer_type,
     window_of,
     windows_ahead,
 )
@@ -149,14 +146,6 @@ class Call:
         """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
         index = getattr(self.module, "layer_idx", None)
         return index if isinstance(index, int) and index >= 0 else None
-
-    def attend_in_window(self, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
-        """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
-        size = window_of(self.module)
-        assert size is not None
-        if layer_type(self.module) == "chunked_attention":
-            return attend_in_chunks(query, key, value, size, end, self.logit_options)
-        return attend_in_window(query, key, value, size, self.logit_options)
 
     @property
     def sinks(self) -> Tensor | None:

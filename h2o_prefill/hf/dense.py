@@ -93,13 +93,10 @@ def _implementation(call: Call) -> str:
     if name == "sdpa" and call.given("position_bias"):
         parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
         name = name if "position_bias" in parameters else "eager"  # Some versions drop it.
-    if name == "sdpa" and call.given(*EAGER_ONLY):
-        return "eager"
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
-        # A mask made outside of the forward has sdpa's format, and no other implementation takes
-        # it.
-        return "eager" if call.given(*EAGER_ONLY) else "sdpa"
-    return name
+        # A mask made outside of the forward has sdpa's format, which no other implementation takes.
+        name = "sdpa"
+    return "eager" if name == "sdpa" and call.given(*EAGER_ONLY) else name
 
 
 def _default_implementation(module: nn.Module) -> str:
@@ -110,13 +107,39 @@ def _default_implementation(module: nn.Module) -> str:
 
 
 def _attend_in_window(call: Call, window: Window) -> Tensor:
-    """Attend in a window; rows of a padded batch as if they were alone."""
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     if window.padding is None:
-        return call.attend_in_window(query, key, value, window.end).transpose(1, 2)
+        return attend_in_window(call, query, key, value, window.end).transpose(1, 2)
     return window.padding.attend(
-        query, key, value, lambda q, k, v, *_: call.attend_in_window(q, k, v, q.shape[2])
+        query, key, value, lambda q, k, v, *_: attend_in_window(call, q, k, v, q.shape[2])
     )
+
+
+def attend_in_window(call: Call, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
+    """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
+    size, options = window_of(call.module), call.logit_options
+    assert size is not None
+    if layer_type(call.module) == "chunked_attention":
+        return _attend_in_chunks(query, key, value, size, end, options)
+    if query.shape[2] == 1 or size >= key.shape[2]:
+        # All rows see the same first key: plain causal attention, which may be PyTorch's.
+        return ops.dense_attention(query, key[:, :, -size:], value[:, :, -size:], *options)
+    return ops.sliding_window_attention(query, key, value, size, *options)[0]
+
+
+def _attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, size: int, end: int, options: LogitOptions
+) -> Tensor:
+    first_query, first_key = end - query.shape[2], end - key.shape[2]
+    parts, begin = [], first_query
+    while begin < end:
+        chunk = begin // size * size
+        stop = min(chunk + size, end)
+        rows = query[:, :, begin - first_query : stop - first_query]
+        seen = slice(max(chunk - first_key, 0), stop - first_key)
+        parts.append(ops.dense_attention(rows, key[:, :, seen], value[:, :, seen], *options))
+        begin = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _sdpa_reads_as_causal(call: Call) -> bool:
