@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.selection import Selector
-from h2o_prefill.state import PrefillState, empty_state
+from h2o_prefill.state import PrefillState, empty_state, with_room
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -150,8 +150,7 @@ def _attend_by_rule(
     out = torch.cat(outs, dim=2)
     if tail := min(config.dense_tail, length):
         out[:, :, -tail:] = ops.dense_attention(q[:, :, -tail:], k, v, *options)
-    absent = max(0, config.memory_size - state.memory.shape[2])
-    state.memory = torch.nn.functional.pad(state.memory, (0, absent), value=-1)
+    state.memory = with_room(state.memory, config.memory_size)
     return out, state.clone()  # Its queries are a view of the model's.
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.profile import plain_value
 from h2o_prefill.session_file import checksum
 
@@ -59,7 +60,7 @@ class Origin:
     """What a cache was filled by."""
 
     model: weakref.ref[nn.Module]
-    settings: str  # all fields of those that built the state
+    settings: PrefillConfig  # those that built the state
     marks: Marks
     changed: str = ""  # what was not the same in all calls; empty: nothing
 

@@ -19,7 +19,6 @@ from h2o_prefill._atomic_write import first_line, native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import Checkpoint, PrefillState
 
-_Settings = torch.classes.h2o_prefill.PrefillConfig
 _File = torch.classes.h2o_prefill.SessionFile
 
 
@@ -120,11 +119,6 @@ def checksum(tensor: Tensor) -> int:
 def settings_fields(config: PrefillConfig) -> str:
     """Return settings as a session file has them: with every field, whatever presets become."""
     return str(config.native.to_fields())
-
-
-def settings_text(fields: str) -> str:
-    """Return the shortest text for settings that are written with every field."""
-    return str(_Settings.parse(fields).to_string())
 
 
 def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> SessionLayer:

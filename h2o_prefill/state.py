@@ -195,6 +195,12 @@ def unstacked_checkpoints(stacked: Checkpoint, chunk_size: int) -> dict[int, Che
     return {chunk_size * number: Checkpoint(*one) for number, one in enumerate(each, 1)}
 
 
+def with_room(memory: Tensor, size: int) -> Tensor:
+    """Return memory sets [B, Hkv, M] with room for `size` positions or more, -1 where absent."""
+    absent = size - memory.shape[2]
+    return pad(memory, (0, absent), value=-1) if absent > 0 else memory
+
+
 def empty_state(key: Tensor) -> PrefillState:
     """Return the state of a layer with keys [B, Hkv, T, D] before its first sparse call."""
     kind = torch.float64 if key.dtype == torch.float64 else torch.float32

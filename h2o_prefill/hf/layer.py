@@ -15,7 +15,13 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
-from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state
+from h2o_prefill.state import (
+    Checkpoint,
+    PrefillState,
+    empty_checkpoints,
+    empty_state,
+    with_room,
+)
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -127,18 +133,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         return self._use(total)
 
     def attend(
-        self,
-        query: Tensor,
-        total: int,
-        config: PrefillConfig,
-        options: LayerOptions,
+        self, query: Tensor, total: int, config: PrefillConfig, options: LayerOptions
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state."""
-        new = query.shape[2]
+        new, of_layer = query.shape[2], config.of_layer(options.layer)
         past = total - new
-        held = self.rows()
-        keys, values = self._room_for(self.get_seq_length(), *held)
-        scores, state = self._place_state(query, keys.shape[2], config.of_layer(options.layer))
+        keys, values = self._room_for(self.get_seq_length(), *self.rows())
+        scores, state = self._place_state(query, keys.shape[2], of_layer.memory_size)
         added = keys[:, :, past:total], values[:, :, past:total]
         position = torch.tensor([past, state.last_chunk_begin])
         buffers = keys, values, scores, state.memory, state.errors
@@ -146,8 +147,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         # With a dense tail, what follows it depends on where this call ends.
         before = None if config.dense_tail else self.checkpoints
         if before is not None and (past == 0 or past in before):
-            size = config.of_layer(options.layer).memory_size
-            kept = empty_checkpoints(new // config.chunk_size, state, size)
+            kept = empty_checkpoints(new // config.chunk_size, state, of_layer.memory_size)
         out = attend_in_buffers(query, added, buffers, position, options, checkpoints=kept)
         for number, one in enumerate(zip(*kept, strict=True), 1):
             self._keep(past + number * config.chunk_size, Checkpoint(*one))
@@ -218,7 +218,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         with _sharing:
             if length := self.get_seq_length():
                 self._room_for(length + room, *self.rows(), claims=False)
-                self._share(length)
+                self._shared = self._shared or SharedRows(self, length)
+                self._shared.freeze(length)
             other = copy.copy(self)
             if not length:
                 other._views = other._shared = None  # a buffer without tokens is not shared
@@ -246,6 +247,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         length = self.get_seq_length()
         if backed and length < before:
             self._use(length)
+        self.padded = self.padded and length > 0
         self._truncate_state(length)
 
     def reset(self) -> None:
@@ -295,28 +297,19 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._views = key, value
         return key, value
 
-    def _may_write(self, past: int, total: int) -> bool:
-        """Return whether rows of the buffers from `past` to `total` are this layer's alone."""
-        return self._shared is None or total <= past or self._shared.claim(self, past, total)
-
-    def _share(self, length: int) -> None:
-        """Leave the first rows of the buffers as they are from now on."""
-        if self._shared is None:
-            self._shared = SharedRows(self, length)
-        self._shared.freeze(length)
-
     def _room_for(self, total: int, *like: Tensor, claims: bool = True) -> tuple[Tensor, Tensor]:
-        """Return buffers with room for `total` tokens, which begin with the tokens of the layer.
+        """Return buffers that begin with the layer's tokens, and have room for `total`.
 
-        `claims`: the rows after that will be written.
+        `claims`: the rows after those tokens will be written.
         """
-        past = self.get_seq_length()
-        backed = self._is_backed()
-        held = self._buffers[0].shape[2] if backed and self._buffers is not None else 0
-        usable = self._buffers is not None and all(map(_is_writable, self._buffers))
-        if total <= held and usable and (not claims or self._may_write(past, total)):
-            assert self._buffers is not None
-            return self._buffers
+        past, shared, held = self.get_seq_length(), self._shared, 0
+        if self._buffers is not None and self._is_backed():
+            held = self._buffers[0].shape[2]
+            if total <= held and all(map(_is_writable, self._buffers)):
+                if not claims or total <= past or shared is None:
+                    return self._buffers
+                if shared.claim(self, past, total):
+                    return self._buffers
         # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
         return self._move(held if total <= held else max(total + _SPARE_TOKENS, 2 * held), *like)
 
@@ -340,35 +333,22 @@ class ChunkedPrefillLayer(DynamicLayer):
         return key, value
 
     def _place_state(
-        self, query: Tensor, capacity: int, config: PrefillConfig
+        self, query: Tensor, capacity: int, memory_size: int
     ) -> tuple[Tensor, PrefillState]:
         """Return scores with room for `capacity` and the state, both to be changed in place."""
-        batch, heads = self.rows()[0].shape[:2]
-        state = self._state
-        if state is None:
-            state = empty_state(self.rows()[0])
-        kept = self._scores
-        if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
-            scores = kept
-        else:
-            scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
+        key, _ = self.rows()
+        state = empty_state(key) if self._state is None else self._state
+        scores = self._scores
+        if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
+            scores = state.scores.new_zeros((*key.shape[:2], capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
-        memory = state.memory.to(query.device)
-        if memory.shape[2] < config.memory_size:
-            # The settings have changed since: a larger set continues from the smaller one.
-            grown = config.memory_size - memory.shape[2]
-            memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
-        elif not memory.is_contiguous() or not _is_writable(memory):
-            memory = memory.clone(memory_format=torch.contiguous_format)
-        errors = state.errors.to(query.device)
-        if not errors.is_contiguous() or not _is_writable(errors):
-            errors = errors.clone(memory_format=torch.contiguous_format)
-        state.memory, state.errors = memory, errors
+        # If the settings have changed since, a larger set continues from the smaller one.
+        memory = with_room(state.memory.to(query.device), memory_size)
+        state.memory, state.errors = _writable(memory), _writable(state.errors.to(query.device))
         return scores, state
 
     def _truncate_state(self, length: int) -> None:
-        self.padded = self.padded and length > 0
         state = self._state
         if state is None or length >= state.length:
             return
@@ -401,6 +381,11 @@ class ChunkedPrefillLayer(DynamicLayer):
 
 def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return a tensor that an operator may change in place, a copy if it is not one."""
+    return tensor if tensor.is_contiguous() and _is_writable(tensor) else _packed(tensor)
 
 
 def _is_writable(tensor: Tensor) -> bool:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill
 from h2o_prefill.identity import CHANGED, Origin
-from h2o_prefill.session_file import settings_fields, settings_text
 from h2o_prefill.state import Checkpoint, PrefillState
 
 # Tokens that a found cache has room for, beyond its own and the rest of the prompt.
@@ -122,7 +120,7 @@ class PrefixCache:
             return cache, 0
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
         config = enabled.resolve(model, length)
-        now = Origin(weakref.ref(model), settings_fields(config), enabled.marks(model))
+        now = Origin(weakref.ref(model), config, enabled.marks(model))
         with self._lock:
             found = self._root(now)
             held = _matching(found, input_ids[0].cpu().long())
@@ -163,9 +161,8 @@ class PrefixCache:
                 "since it was filled"
             )
         ids = known[0].cpu()
-        config = PrefillConfig.parse(settings_text(origin.settings))
-        chunk = config.chunk_size
-        dense = config.exact or cache.min_prefill not in (None, chunk)
+        chunk = origin.settings.chunk_size
+        dense = origin.settings.exact or cache.min_prefill not in (None, chunk)
         with self._lock:
             last = self._root(origin)
             end = last.end + chunk
