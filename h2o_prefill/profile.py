@@ -97,19 +97,29 @@ def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
     yield cache_dir() / "profiles" / f"{architecture}.json"
 
 
+def count_layers(model: Any) -> int | None:
+    """Return the number of decoder layers, None if a model's config does not have it."""
+    layers = getattr(_decoder_config(model), "num_hidden_layers", None)
+    return layers if layers is None or isinstance(layers, int) else max(layers)
+
+
 def count_heads(model: Any) -> tuple[int, int]:
-    """Return the decoder layers and the KV heads of a layer, as a model's config has them."""
+    """Return the decoder layers and the most KV heads of a layer; 1 where the config has none."""
+    return count_layers(model) or 1, max(_heads_by_layer(model))
+
+
+def _heads_by_layer(model: Any) -> list[int]:
+    config = _decoder_config(model)
+    names = "num_key_value_heads", "num_attention_heads"
+    heads = next(filter(None, (getattr(config, name, None) for name in names)), 1)
+    if isinstance(heads, int):
+        return [heads] * (count_layers(model) or 1)
+    return [number or 0 for number in heads]  # a layer without attention has none
+
+
+def _decoder_config(model: Any) -> Any:
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config(decoder=True)
-
-    def largest(*names: str) -> int:
-        sizes = (getattr(config, name, None) for name in names)
-        found = next((size for size in sizes if size), 1)  # no heads without attention
-        return found if isinstance(found, int) else max(found)  # some have a number by layer
-
-    heads = largest("num_key_value_heads", "num_attention_heads")
-    return largest("num_hidden_layers"), heads
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def settings_of(
@@ -194,8 +204,7 @@ def _news(model: Any, profile: Profile) -> str:
     wide = sum(len(x) == 3 for x in profile.config.wide)
     if not wide:
         return f"{profile.name}: {profile.config.to_string()}"
-    layers, heads = count_heads(model)
-    return f"{profile.name}: {wide} of {layers * heads} KV heads keep more keys"
+    return f"{profile.name}: {wide} of {sum(_heads_by_layer(model))} KV heads keep more keys"
 
 
 @functools.cache

@@ -49,7 +49,7 @@ from h2o_prefill.hf.parallel import (
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.identity import model_text
-from h2o_prefill.profile import count_heads, settings_of
+from h2o_prefill.profile import count_heads, count_layers, settings_of
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -58,27 +58,20 @@ class PrefillHandle:
     """Sparse prefill of one model, on until `disable` is called or its `with` ends."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PrefillConfig,
-        strict: bool,
-        token_text: Tensor | None = None,
-        profile: str = "",
-        process_group: Any = None,
-        select: SelectionRule | None = None,
+        self, model: PreTrainedModel, state: EnabledState, process_group: Any = None
     ) -> None:
         self.model = model
-        self.config = config
-        self.strict = strict
-        self.active = False
+        self.state = state
+        self.config = state.config
+        self.process_group = process_group
         self._entered = False
         self._text: tuple[Any, str] | None = None
-        self.token_text = token_text
-        self.profile = profile
-        self.process_group = process_group
-        self.select = select
-        self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is enabled through this handle."""
+        return self.state.on
 
     def enable(self) -> PrefillHandle:
         """Enable the model, in place of a handle that was active before.
@@ -86,39 +79,35 @@ class PrefillHandle:
         A handle that cannot be enabled leaves the one before as it was. Raises what the function
         `enable` raises, and ValueError if the model shares its config object with an enabled one.
         """
-        earlier = _handles_of(self.model)
+        earlier, before = handles_of(self.model), self.state
         for handle in earlier:
             handle.disable()
-        enabled = self.state
         try:
-            self.state = self._new_enabled_state()
+            self.state = self._new_state()
             self._switch_on()
         except BaseException:
-            self.state = enabled
+            self.state = before
             for handle in earlier:
                 handle._switch_on()
             raise
         return self
 
-    def _new_enabled_state(self) -> EnabledState:
-        configs = _configs_of(self.model)
+    def _new_state(self) -> EnabledState:
+        configs, before = _configs_of(self.model), self.state
         if any(enabled_of(config) for config in configs):
             raise ValueError(
-                f"{_name(self.model)} shares its config object with a model that is enabled; "
-                "give each model its own (copy.deepcopy)"
+                f"{type(self.model).__name__} shares its config object with a model that is "
+                "enabled; give each model its own (copy.deepcopy)"
             )
-        previous = [(c, c._attn_implementation) for c in configs]
-        by_mask = causal_by_mask(self.model, configs, self.config)
-        reported = self.state.reported
         return EnabledState(
-            self.config,
-            self.strict,
-            previous,
-            reported,
-            by_mask,
-            token_text=self.token_text,
-            profile=self.profile,
-            select=None if self.select is None else Selector(self.select),
+            before.config,
+            before.strict,
+            [(config, config._attn_implementation) for config in configs],
+            before.reported,
+            causal_by_mask(self.model, configs, before.config),
+            token_text=before.token_text,
+            profile=before.profile,
+            select=None if before.select is None else Selector(before.select.rule),
         )
 
     def _switch_on(self) -> None:
@@ -130,9 +119,8 @@ class PrefillHandle:
                 if module is self.model or isinstance(module, PreTrainedModel):
                     self._hooks += ForwardHook(module, self.state, self).attach(module)
             self.state.mark(on=True)
-            self.active = True
         finally:
-            if not self.active:
+            if not self.state.on:
                 self._restore()
 
     def disable(self) -> None:
@@ -141,8 +129,9 @@ class PrefillHandle:
         Raises RuntimeError during a forward of the model, in this thread or in another.
         """
         if self.state.on:
-            check_idle(self.state, _name(self.model))
-            self._switch_off()
+            check_idle(self.state, type(self.model).__name__)
+            self.state.mark(on=False)
+            self._restore()
 
     def model_text(self) -> str:
         """Return what tells models apart; weights are read again only where they have changed."""
@@ -156,7 +145,7 @@ class PrefillHandle:
         return explain(self.model)
 
     def __repr__(self) -> str:
-        where = f"on {_name(self.model)}" if self.active else f"off {_name(self.model)}"
+        where = f"{'on' if self.active else 'off'} {type(self.model).__name__}"
         return f"<PrefillHandle {self.config.to_string()!r} {where}>"
 
     def __enter__(self) -> PrefillHandle:
@@ -180,11 +169,6 @@ class PrefillHandle:
         if self.active:
             register()
             self.state.mark(on=True)
-
-    def _switch_off(self) -> None:
-        self.active = False
-        self.state.mark(on=False)
-        self._restore()
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -269,17 +253,22 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen, profile = settings_of(model, config, overrides)
-    if hasattr(model.config.get_text_config(decoder=True), "num_hidden_layers"):
-        chosen.check_fits(*count_heads(model))
+    chosen.check_fits(count_layers(model), count_heads(model)[1])
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:
         chosen = chosen.resolved(chosen.chunk_size, chosen.chunk_size)
         check_shardable(model, chosen)
-    text = text_for(tokenizer, chosen)
     if select is not None and (chosen.exact or process_group is not None):
         raise ValueError("select must not be given with exact=True or a process_group")
-    return PrefillHandle(model, chosen, strict, text, profile, process_group, select).enable()
+    state = EnabledState(
+        chosen,
+        strict,
+        token_text=text_for(tokenizer, chosen),
+        profile=profile,
+        select=None if select is None else Selector(select),
+    )
+    return PrefillHandle(model, state, process_group).enable()
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -289,7 +278,7 @@ def disable(model: PreTrainedModel) -> None:
 
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
     """
-    for handle in _handles_of(model):
+    for handle in handles_of(model):
         handle.disable()
 
 
@@ -298,7 +287,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
 
     The model may be enabled or not. `print` the report for a table.
     """
-    handles = _handles_of(model)
+    handles = handles_of(model)
     return report_of(model, handles[0].state if handles else None)
 
 
@@ -309,7 +298,7 @@ def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
     The handle may be enabled and disabled in the block. At its end the model is as before, with
     the calls and errors that were counted before.
     """
-    handles = _handles_of(model)
+    handles = handles_of(model)
     states = [handle.state for handle in handles]
     try:
         for handle in handles:
@@ -336,7 +325,7 @@ def register() -> str:
     return NAME
 
 
-def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
+def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
     """Return the handles that a model, or one inside of it, is enabled through, each once."""
     if not isinstance(model, nn.Module):
         raise no_model(model)
@@ -369,13 +358,9 @@ def _switch(model: PreTrainedModel) -> None:
     # Transformers only logs a warning when a model cannot be switched over.
     if config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise ValueError(
-            f"{_name(model)} does not use transformers' attention interface, so its attention "
-            "cannot be replaced"
+            f"{type(model).__name__} does not use transformers' attention interface, so its "
+            "attention cannot be replaced"
         )
-
-
-def _name(thing: object) -> str:
-    return type(thing).__name__
 
 
 # Arguments of a model that the hooks read, besides the cache.

@@ -376,10 +376,6 @@ class ForwardContext:
         if keys < slots:
             self.filled[slots] = keys
 
-    def add_window(self, shows_all: bool) -> None:
-        """Note that the mask of a window was asked for, and whether it holds all keys."""
-        self.windows_show_all = shows_all and self.windows_show_all is not False
-
     def token_ids(self) -> Tensor | None:
         """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
         if isinstance(self.cache, KeepsTokenIds):
@@ -491,7 +487,10 @@ def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     again = context is not None and any(module is model for module in context.modules)
     if context is None or again or context.enabled is not enabled:
         outer, context = context, ForwardContext(enabled, model)
-        context.outer, context.frame = outer, _frame_of_forward()
+        context.outer = outer
+        # The frame in which torch runs the hooks and the forward of a module.
+        calls = (frame for frame in _frames() if frame.f_code.co_name == "_call_impl")
+        context.frame = next(calls, None)
         _running.append(context)
         _current.context = context
         names = (str(config._attn_implementation) for config, _ in enabled.previous)
@@ -535,7 +534,7 @@ def _open_context(begins: nn.Module | None = None) -> ForwardContext | None:
     begins, if one does: where no frame of the forward was found, that tells of an earlier one.
     """
     context: ForwardContext | None = getattr(_current, "context", None)
-    while context is not None and not _is_executing(context.frame):
+    while context is not None and all(frame is not context.frame for frame in _frames()):
         if context.frame is None and all(module is not begins for module in context.modules):
             break
         _close(context, failed=True)
@@ -573,13 +572,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _frame_of_forward() -> FrameType | None:
-    """Return the frame in which torch runs the hooks and the forward of a module."""
-    return next((frame for frame in _frames() if frame.f_code.co_name == "_call_impl"), None)
-
-
-def _is_executing(frame: FrameType | None) -> bool:
-    """Return whether this thread executes a frame."""
-    return any(each is frame for each in _frames())

@@ -116,7 +116,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
     shows_all = window is None
     if context is not None and window is not None and context.enabled.leaves_window_masks:
         shows_all = window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not differ
-        context.add_window(shows_all)
+        context.windows_show_all = shows_all and context.windows_show_all is not False
     # Transformers makes the masks of a static cache before the forward, where there is no context.
     if context is None:
         static = enabled is not None and not getattr(config, "is_encoder_decoder", False)

@@ -416,7 +416,7 @@ def sharded(
     if ids is None and config.recall:
         handle.state.report(NO_IDS)
     elif ids is not None and config.recall:
-        lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.token_text)
+        lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.state.token_text)
     plan = ShardPlan.of(length, ranks.count, config, lists)
     layers_measured = [
         number

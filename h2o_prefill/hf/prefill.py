@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -17,7 +17,7 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
-from h2o_prefill.hf.enable import PrefillHandle, enable, handle_of
+from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
 from h2o_prefill.hf.forward import CacheSnapshot, announce
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import (
@@ -30,7 +30,6 @@ from h2o_prefill.hf.parallel import (
     sharded,
     versions,
 )
-from h2o_prefill.hf.report import no_model
 from h2o_prefill.profile import settings_of
 
 
@@ -99,9 +98,7 @@ def chunked_prefill(
         If another process is gone, or silent for longer than the timeout of its group. The cache is
         as it was before the call.
     """
-    if not isinstance(model, nn.Module):
-        raise no_model(model)
-    handle = next(filter(None, map(handle_of, model.modules())), None)
+    handle = next(iter(handles_of(model)), None)
     if handle is None:
         chosen, _ = settings_of(model, config, overrides)
     elif config is tokenizer is None and not strict and not overrides:
@@ -189,7 +186,7 @@ def _run_stages(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
             "select": "" if handle.state.select is None else handle.state.select.name,
-            "tokenizer": digest(handle.token_text),
+            "tokenizer": digest(handle.state.token_text),
             "versions": versions(),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
