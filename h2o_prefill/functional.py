@@ -165,8 +165,7 @@ def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     """Return the set that the next chunk attends to, as a state has the last one."""
-    sets: Tensor = config.native.next_memory(state.fields)
-    return sets
+    return config.native.next_memory(state.fields)
 
 
 def token_rows(values: Any, device: Any = None) -> Tensor:

@@ -143,8 +143,7 @@ class CompactPast:
         """Return lists of recalled keys with the numbers of rows in place of positions."""
         if lists[0] is None:
             return lists
-        numbered: RecallLists = self._native.recall_lists(lists)
-        return numbered
+        return self._native.recall_lists(lists)
 
     def memory_rows(
         self, state: PrefillState, keys: Tensor, values: Tensor, config: PrefillConfig

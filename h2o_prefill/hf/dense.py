@@ -68,8 +68,7 @@ def call_function(
     bias = options.get("position_bias")
     if isinstance(bias, Tensor) and bias.shape[-1] == call.key.shape[2]:
         options["position_bias"] = bias[..., : key.shape[2]]  # without unused slots, as the keys
-    out: Attended = function(call.module, call.query, key, value, mask, **options)
-    return out
+    return function(call.module, call.query, key, value, mask, **options)
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any]:
@@ -77,8 +76,7 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
     for base in type(module).__mro__:
         found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if found is not None:
-            function: Callable[..., Any] = found
-            return function
+            return found
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward to fall back to")
 
 

@@ -190,10 +190,7 @@ class GraphCall:
 
 def call_in_graph() -> GraphCall | None:
     """Return the forward that torch.compile is tracing, None if attention must break its graph."""
-    if not torch.compiler.is_dynamo_compiling():
-        return None
-    call: GraphCall | None = getattr(graph, "call", None)
-    return call
+    return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
 
 
 class CacheSnapshot:
@@ -408,12 +405,11 @@ class ForwardContext:
             prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
             return recall_lists(prompt, past, self.config, self.enabled.token_text)
 
-        lists: RecallLists = self.shared(("recall", span), find)
-        moved: RecallLists = self.shared(
+        lists = self.shared(("recall", span), find)
+        return self.shared(
             ("recall", span, device),
             lambda: tuple(None if x is None else x.to(device) for x in lists),
         )
-        return moved
 
     def candidates_in(self, past: int, new: int) -> int:
         """Return how many tokens at the end of a call assisted decoding verifies."""

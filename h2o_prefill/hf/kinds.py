@@ -84,6 +84,14 @@ def window_of(module: nn.Module) -> int | None:
     return window if isinstance(window, int) else None
 
 
+def moving_rope(config: Any) -> dict[str, Any] | None:
+    """Return the rotary embeddings of a config that change with the length of the text, if any."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # One for all layers, or one for each kind of layer.
+    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return next((kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
+
+
 def enabled_of(hf_config: Any) -> Any:
     """Return the `EnabledState` that has switched a Hugging Face config over, None if none has."""
     enabled = switched.get(id(hf_config))

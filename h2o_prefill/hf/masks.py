@@ -107,12 +107,12 @@ def _mask(arguments: dict[str, Any]) -> Any:
     context = current_context(config)
     enabled = enabled_of(config) if context is None else context.enabled
     make = _previous_mask_function(None if context is None else context.enabled, config)
-    by_mask = [] if context is None else context.enabled.causal_by_mask
-    if context is not None and (is_traced() or any(config is one for one in by_mask)):
+    by_mask = enabled is not None and any(config is one for one in enabled.causal_by_mask)
+    if context is not None and (is_traced() or by_mask):
         return make(**arguments)
     differ = ends_differ(arguments)
     changed = arguments["mask_function"] is not causal_mask_function
-    window = arguments.get("local_size")
+    window: Any = arguments.get("local_size")
     shows_all = window is None
     if context is not None and window is not None and context.enabled.leaves_window_masks:
         shows_all = window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not differ
@@ -138,7 +138,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
-    if enabled is not None and window is not None and not shows_all and not differ:
+    if enabled is not None and window in enabled.windows and not (shows_all or differ or by_mask):
         left_out = _window(enabled, arguments, window)
         if left_out is not None and context is not None:
             context.windows[window] = left_out
@@ -198,11 +198,8 @@ def _padding(
 
 def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
     """Return what the mask of a window says, if it may be left out."""
-    by_mask = any(arguments.get("config") is one for one in enabled.causal_by_mask)
-    if window not in enabled.windows or by_mask or not may_be_left_out(arguments):
-        return None
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not may_be_left_out(arguments):
         return None
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     offset, padding = arguments["kv_offset"], None
@@ -222,5 +219,4 @@ def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Cal
     name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         return sdpa_mask
-    make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
-    return make
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)

@@ -73,11 +73,10 @@ class StageCache(ChunkedPrefillCache):
         return made
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(super().get_seq_length(self._here(layer_idx)))
+        return super().get_seq_length(self._here(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._here(layer_idx))
-        return sizes
+        return super().get_mask_sizes(query_length, self._here(layer_idx))
 
     def token_ids_with(self, new: Tensor | None) -> Tensor | None:
         return super().token_ids_with(self.coming if new is None else new)
@@ -124,12 +123,10 @@ class Stage(nn.Module):
         try:
             if not self.is_last:
                 base = getattr(self.model, self.model.base_model_prefix)
-                hidden: Tensor = base(**call, **cache_argument(base, self.cache)).last_hidden_state
-                return hidden
+                return base(**call, **cache_argument(base, self.cache)).last_hidden_state
             # Not the model's own `forward`, which would talk to the other stages.
             options = {"logits_to_keep": 1, **cache_argument(self.model, self.cache)}
-            logits: Tensor = type(self.model).forward(self.model, **call, **options).logits
-            return logits
+            return type(self.model).forward(self.model, **call, **options).logits
         finally:
             self.cache.coming = None
 
@@ -218,7 +215,7 @@ class ShardedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of all processes before the next call."""
-        return int(self.total)
+        return self.total
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -325,8 +322,7 @@ class ShardedLayer(DynamicLayer):
             part = ops.sliding_window_attention(query, keys, values, keys.shape[2], *options)
         else:
             part = attend_to_all(query, keys, values, options)
-        merged: Tensor = self.sequence.merge(*part, self.number)
-        return merged
+        return self.sequence.merge(*part, self.number)
 
 
 def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:

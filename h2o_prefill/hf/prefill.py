@@ -19,6 +19,7 @@ from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
 from h2o_prefill.hf.forward import CacheSnapshot, announce
+from h2o_prefill.hf.kinds import moving_rope
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import (
     Stage,
@@ -125,12 +126,10 @@ def chunked_prefill(
             "calls differ from one, as they do without sparse prefill"
         )
 
-    def sparse() -> Any:
-        if handle is not None:
-            return contextlib.nullcontext(handle)
-        return enable(model, chosen, tokenizer=tokenizer, strict=strict)
-
-    with sparse() as used, torch.no_grad(), announce(past + tokens.shape[1]):
+    sparse: Any = contextlib.nullcontext(handle)
+    if handle is None:
+        sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
+    with sparse as used, torch.no_grad(), announce(past + tokens.shape[1]):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
@@ -273,14 +272,11 @@ def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
     """Return the kind of rotary embeddings if they change within so many tokens, else None."""
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type")
-    if kind not in ("dynamic", "longrope"):
+    rope, name = moving_rope(config), "original_max_position_embeddings"
+    if rope is None:
         return None
-    trained = rope.get("original_max_position_embeddings")
-    trained = trained or getattr(config, "original_max_position_embeddings", None)
-    trained = trained or config.max_position_embeddings
-    return kind if length > trained else None
+    trained = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
+    return rope["rope_type"] if length > trained else None
 
 
 def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:
