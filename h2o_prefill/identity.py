@@ -84,6 +84,14 @@ class Origin:
         return type(None), ()
 
 
+def changed_text(what: str) -> str:
+    """Return the error for a cache whose model is not what it was in all calls."""
+    return (
+        f"cache must be of one state of its model, whose {CHANGED[what]} changed since it was "
+        "filled"
+    )
+
+
 def difference(one: Marks, other: Marks) -> str:
     """Return the name of the first mark that differs, empty if none does."""
     pairs = zip(Marks._fields, one, other, strict=True)

@@ -49,6 +49,11 @@ def estimated_kl(errors: Sequence[Tensor], config: PrefillConfig) -> Tensor:
     return _KL_PER_ERROR[config.recall > 0] * share * error
 
 
+def score_dtype(key: Tensor) -> torch.dtype:
+    """Return the dtype of scores and lse: float32, or float64 for float64 keys."""
+    return torch.float64 if key.dtype == torch.float64 else torch.float32
+
+
 def no_errors(key: Tensor) -> Tensor:
     """Return the errors of a layer with keys [B, Hkv, T, D] before any is measured."""
     return key.new_zeros((*key.shape[:2], 4), dtype=torch.float32)
@@ -203,6 +208,5 @@ def with_room(memory: Tensor, size: int) -> Tensor:
 
 def empty_state(key: Tensor) -> PrefillState:
     """Return the state of a layer with keys [B, Hkv, T, D] before its first sparse call."""
-    kind = torch.float64 if key.dtype == torch.float64 else torch.float32
-    scores = key.new_empty((*key.shape[:2], 0), dtype=kind)
+    scores = key.new_empty((*key.shape[:2], 0), dtype=score_dtype(key))
     return PrefillState(scores, scores.int(), 0, 0, no_errors(key))

@@ -22,7 +22,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed.exact_rows import ExactRows
 from h2o_prefill.distributed.group import Ranks
 from h2o_prefill.functional import RecallLists, lists_of_rows
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.state import PrefillState, no_errors, score_dtype
 
 
 @dataclass
@@ -252,10 +252,9 @@ class SequencePrefill:
         errors, sender = no_errors(key), self.ranks.number - 1
         self._receive(sender, layer, errors)
         shape = (*key.shape[:2], config.native.memory_width(errors))
-        scores = torch.float64 if key.dtype == torch.float64 else torch.float32
         memory = MemoryRows(
             key.new_empty(shape, dtype=torch.int32),
-            key.new_empty(shape, dtype=scores),
+            key.new_empty(shape, dtype=score_dtype(key)),
             key.new_empty(*shape, key.shape[3]),
             value.new_empty(*shape, value.shape[3]),
             errors,

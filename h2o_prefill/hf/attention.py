@@ -78,7 +78,7 @@ def _attend(call: Call) -> Attended:
         if layer is None:
             out = attend_functionally(query, key, value, None, told)[0]
         else:
-            out = layer.attend_in_graph(prompt, call.graph.candidates, told)
+            out = layer.attend_in_graph(prompt, key.shape[2] - call.graph.candidates, told)
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous(), None
 
 

@@ -30,16 +30,22 @@ from h2o_prefill.functional import LayerOptions, attend_in_buffers
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
 from h2o_prefill.identity import (
-    CHANGED,
     Marks,
     Origin,
+    changed_text,
     difference,
     marks_of,
     model_text,
     old_model_hash,
 )
 from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
-from h2o_prefill.state import no_errors, stacked_checkpoints, unstacked_checkpoints, with_room
+from h2o_prefill.state import (
+    no_errors,
+    score_dtype,
+    stacked_checkpoints,
+    unstacked_checkpoints,
+    with_room,
+)
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -304,17 +310,12 @@ def _session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | No
         raise ValueError("cache must have been used by an enabled model that still exists")
     changed = "" if origin.changed == "settings" else origin.changed
     # The weights and adapters of now; rule and tokenizer of then.
-    now = Marks(*marks_of(model)[:2], *origin.marks[2:])
-    changed = changed or difference(origin.marks, now)
+    changed = changed or difference(origin.marks, Marks(*marks_of(model)[:2], *origin.marks[2:]))
     if changed:
-        raise ValueError(
-            f"cache must be of one state of its model, whose {CHANGED[changed]} changed since it "
-            "was filled"
-        )
-    config = origin.settings
+        raise ValueError(changed_text(changed))
+    config, held = origin.settings, []
     kinds = [_rows_of(layer, 1) for layer in layers]
     length = int(layers[0].get_seq_length()) if kinds else 0
-    held = []
     for number, layer in enumerate(layers):
         rows = _rows_of(layer, length)
         if length == 0 or layer.get_seq_length() != length or layer.keys.shape[2] != rows:
@@ -384,32 +385,21 @@ class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill."""
 
     padded = False  # Rows with padding are never prefilled sparsely here.
-    scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
-    # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
-    memory: Tensor | None
-    errors: Tensor | None  # float32 [B, Hkv, 4], as the operators take them
-    # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
-    added: tuple[Tensor, Tensor] | None
-    attended: bool  # whether `attend` was called in the forward that is under way
-
-    memory_size: int  # room for the memory sets of all forwards so far
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
-        self.scores = self.memory = self.errors = self.added = None
-        self.attended, self.memory_size = False, 0
-
-    @classmethod
-    def in_place_of(cls, layer: StaticLayer) -> StaticPrefillLayer:
-        """Return a layer with the buffers of one that is empty."""
-        made = cls(layer.max_cache_len)
-        vars(made).update(vars(layer))
-        return made
+        # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
+        self.scores: Tensor | None = None
+        self.memory: Tensor | None = None
+        self.errors: Tensor | None = None
+        # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
+        self.added: tuple[Tensor, Tensor] | None = None
+        self.attended = False  # whether `attend` was called in the forward that is under way
+        self.memory_size = 0  # room for the memory sets of all forwards so far
 
     def prepare(self, memory_size: int) -> None:
         """Make room for the memory sets of a forward."""
-        self.added = None
-        self.attended = False
+        self.added, self.attended = None, False
         self.memory_size = max(self.memory_size, memory_size)
         if self.is_initialized and (self.scores is None or self.scores.device != self.device):
             self._allocate()
@@ -424,7 +414,6 @@ class StaticPrefillLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values after the existing ones; return the buffers."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():
@@ -444,24 +433,20 @@ class StaticPrefillLayer(StaticLayer):
     def reset(self) -> None:
         super().reset()
         self.added = None
-        if self.scores is not None and self.memory is not None and self.errors is not None:
-            self.scores.zero_()
-            self.memory.fill_(-1)
-            self.errors.zero_()
+        for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
+            if (held := getattr(self, name)) is not None:
+                held.fill_(empty)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.scores is not None and self.memory is not None and self.errors is not None:
-            rows = beam_idx.to(self.scores.device)
-            self.scores = self.scores.index_select(0, rows)
-            self.memory = self.memory.index_select(0, rows)
-            self.errors = self.errors.index_select(0, rows)
+        for name in ("scores", "memory", "errors"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.index_select(0, beam_idx.to(held.device)))
 
     def _allocate(self) -> None:
         assert self.keys is not None
         shape = self.keys.shape[:3]
-        kind = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
-        self.scores = self.keys.new_zeros(shape, dtype=kind)
+        self.scores = self.keys.new_zeros(shape, dtype=score_dtype(self.keys))
         self.memory = self.keys.new_full((*shape[:2], self.memory_size), -1, dtype=torch.int32)
         self.errors = no_errors(self.keys)
         if not torch.compiler.is_dynamo_compiling():
@@ -482,10 +467,10 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         self._replace_layers()
 
     def _replace_layers(self) -> None:
-        self.layers[:] = [
-            StaticPrefillLayer.in_place_of(layer) if type(layer) is StaticLayer else layer
-            for layer in self.layers
-        ]
+        for number, layer in enumerate(self.layers):
+            if type(layer) is StaticLayer:
+                self.layers[number] = StaticPrefillLayer(layer.max_cache_len)
+                vars(self.layers[number]).update(vars(layer))
         self._token_ids = []
         self._position = torch.zeros(2, dtype=torch.int64)
 
@@ -514,10 +499,7 @@ def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
     taken = getattr(cache, "_h2o_prefill_cache", None)
     if taken is not None and taken.layers is cache.layers:
         return taken
-    kinds: dict[type, type[Any]] = {
-        DynamicCache: ChunkedPrefillCache,
-        StaticCache: StaticPrefillCache,
-    }
+    kinds: Any = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
     kind = kind or kinds.get(type(cache))
     offloaded = kind is StaticPrefillCache and cache.offloading
     if kind is None or offloaded or length_of(cache) != 0:

@@ -570,7 +570,7 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
     if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
         ops.advance_position_(call.position, rows, call.settings)
     for layer in layers:
-        if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
+        if isinstance(layer, ChunkedPrefillLayer) and layer.traced:
             context.was_sparse = True
             layer.take_traced(context.past - call.candidates, rows, call.config)
     for number, reason in call.outcomes:

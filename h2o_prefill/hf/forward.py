@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -202,10 +203,10 @@ class CacheSnapshot:
     """
 
     def __init__(self, cache: Any) -> None:
+        self._cache = cache
         # The list itself, even if empty: a cache may get its layers only as it grows.
         self._layers: list[Any] = getattr(cache, "layers", [])
         self._count = len(self._layers)
-        self._cache = cache
         self._full: list[tuple[Any, int]] = []
         self._sliding: list[tuple[Any, dict[str, Any]]] = []
         self._others: list[tuple[Any, Any]] = []
@@ -258,14 +259,12 @@ def check_usable(cache: Any) -> None:
 
 
 def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place.
-
-    Tensors of inference mode do not count their changes: they compare as changed.
-    """
+    """Return which tensors a cache layer has and how often each was changed in place."""
     found = []
     for name, value in vars(layer).items():
         items = value.values() if isinstance(value, dict) else [value]
         tensors = (x for x in items if isinstance(x, Tensor))
+        # Tensors of inference mode do not count their changes: they compare as changed.
         found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
     return found
 
@@ -298,7 +297,6 @@ class ForwardContext:
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal
         self.attention_mask: Any = None  # as the outermost model was called with it
-        self._config: PrefillConfig | None = None
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
@@ -335,18 +333,13 @@ class ForwardContext:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
 
-    @property
+    @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
-        if self._config is None:
-            self._config = self._resolve()
-        return self._config
-
-    def _resolve(self) -> PrefillConfig:
         given = self.enabled.config
         if not given.is_auto:
             return given
-        held: int | None = getattr(self.cache, "min_prefill", None) if self.begun else None
+        held = getattr(self.cache, "min_prefill", None) if self.begun else None
         if held is not None and (held == given.chunk_size or self.new == 1):
             return given.with_min_prefill(held)
         mask = self.attention_mask
@@ -388,9 +381,9 @@ class ForwardContext:
         span: Span | None = None,
         rows: Rows = ALL_ROWS,
     ) -> RecallLists:
-        """Return what `lexical_recall` finds for a call, made once for all layers of a device.
+        """Return what `lexical_recall` finds for a call; in a padded batch, for the rows of a span.
 
-        In a padded batch, for the rows whose tokens fill `span`.
+        It is made once for all layers of a device.
         """
         if self.config.recall == 0:
             return NO_RECALL
@@ -444,8 +437,8 @@ class ForwardContext:
             self._snapshot.restore()
         elif isinstance(self.cache, KeepsTokenIds):
             self.cache.append_token_ids(self.input_ids)
-            if self._config is not None and self.enabled.config.is_auto:
-                self.cache.min_prefill = self._config.sparse_from
+            if self.enabled.config.is_auto:
+                self.cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
 

@@ -28,8 +28,8 @@ HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", 
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 # What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
-# graph. `layer`: the layer of the cache that was updated last, to which attention that follows
-# belongs. `compiled`: whether the hooks of the model that was called run under torch.compile.
+# graph. `layer`: the cache layer that was updated last, to which the next attention belongs.
+# `compiled`: whether the hooks of the model that was called run under torch.compile.
 # Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
 graph = threading.local()
 
@@ -85,7 +85,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         super().__init__()
         self.checkpoints: dict[int, Checkpoint] | None = {} if checkpoints else None
         self.padded = False
-        self.traced: list[Tensor] | None = None
+        self.traced: list[Tensor] = []  # the state that a compiled forward returned
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were set to: code
@@ -119,8 +119,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Append keys and values; return the whole history."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             # Autograd does not follow what is written in place.
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            return keys, values
+            return super().update(key_states, value_states, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             graph.layer = self
         if not self.is_initialized:
@@ -155,13 +154,9 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
 
-    def attend_in_graph(self, query: Tensor, candidates: int, options: LayerOptions) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
-
-        `candidates` counts the tokens after the query's.
-        """
+    def attend_in_graph(self, query: Tensor, total: int, options: LayerOptions) -> Tensor:
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
         keys, values = self.rows()
-        total = keys.shape[2] - candidates
         held = keys[:, :, :total], values[:, :, :total]
         out, *self.traced = attend_functionally(query, *held, self._state, options)
         return out
@@ -179,8 +174,7 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Adopt the state that the compiled forward returned; `total` tokens are cached now."""
-        assert self.traced is not None
-        (scores, memory, errors), self.traced = self.traced, None
+        (scores, memory, errors), self.traced = self.traced, []
         begin = config.last_chunk_begin(total - new, new)
         self.state = PrefillState(scores, memory, total, begin, errors)
 
@@ -191,10 +185,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def begin_after(
         self, pieces: Sequence[tuple[Tensor, Tensor]], state: PrefillState | None, new: int
     ) -> None:
-        """Fill an empty layer with keys and values, in pieces, and their state.
-
-        There is room for `new` more tokens.
-        """
+        """Fill an empty layer with keys, values and their state; leave room for `new` tokens."""
         self.lazy_initialization(*pieces[0])
         past = sum(key.shape[2] for key, _ in pieces)
         buffers = self._room_for(past + new, *pieces[0])
@@ -210,11 +201,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._map_state(torch.clone)
 
     def branch(self, room: int) -> ChunkedPrefillLayer:
-        """Return a copy that shares the buffers, after making room for `room` more tokens in them.
-
-        Of layers that append to shared rows, all but the first copy them at that time, unless the
-        first is gone.
-        """
+        """Return a copy that shares the buffers, which then have room for `room` more tokens."""
         with _sharing:
             if length := self.get_seq_length():
                 self._room_for(length + room, *self.rows(), claims=False)
@@ -280,14 +267,14 @@ class ChunkedPrefillLayer(DynamicLayer):
         if self.is_initialized:
             self._map_state(lambda x: x.to(self.device))
 
-    def _is_backed(self) -> bool:
-        """Return whether keys and values are views of the buffers."""
-        return self._views is not None and self.holds(*self._views)
-
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, which the layer has."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
+
+    def _is_backed(self) -> bool:
+        """Return whether keys and values are views of the buffers."""
+        return self._views is not None and self.holds(*self._views)
 
     def _use(self, length: int) -> tuple[Tensor, Tensor]:
         """Make keys and values views of the first rows of the buffers, and return them."""
@@ -315,18 +302,15 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def _move(self, capacity: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         """Return new buffers, which begin with what the layer holds."""
-        past, grown = self.get_seq_length(), []
-        for old, x in zip((self.keys, self.values), like, strict=True):
-            buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-            if past and old is not None:
-                if (*old.shape[:2], old.shape[3]) != (*x.shape[:2], x.shape[3]):
-                    raise ValueError(
-                        f"new keys and values must be like those in the cache, {list(old.shape)} "
-                        f"but for the length, got {list(x.shape)}"
-                    )
-                buffer[:, :, :past] = old
-            grown.append(buffer)
-        key, value = grown
+        key, value = (x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in like)
+        past = self.get_seq_length()
+        for buffer, old, x in zip((key, value), self.rows() if past else (), like, strict=False):
+            if (*old.shape[:2], old.shape[3]) != (*x.shape[:2], x.shape[3]):
+                raise ValueError(
+                    f"new keys and values must be like those in the cache, {list(old.shape)} "
+                    f"but for the length, got {list(x.shape)}"
+                )
+            buffer[:, :, :past] = old
         self._buffers, self._shared = (key, value), None
         if past:
             self._use(past)

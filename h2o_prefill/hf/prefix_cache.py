@@ -17,7 +17,7 @@ from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill
-from h2o_prefill.identity import CHANGED, Origin
+from h2o_prefill.identity import Origin, changed_text
 from h2o_prefill.state import Checkpoint, PrefillState
 
 # Tokens that a found cache has room for, beyond its own and the rest of the prompt.
@@ -156,10 +156,7 @@ class PrefixCache:
                 "cache must hold one row of known token ids, and have been used by an enabled model"
             )
         if origin.changed:
-            raise ValueError(
-                f"cache must be of one state of its model, whose {CHANGED[origin.changed]} changed "
-                "since it was filled"
-            )
+            raise ValueError(changed_text(origin.changed))
         ids = known[0].cpu()
         chunk = origin.settings.chunk_size
         dense = origin.settings.exact or cache.min_prefill not in (None, chunk)
