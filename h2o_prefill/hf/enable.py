@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.functional import NO_RECALL
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.cache import (
     CACHE_NAMES,
@@ -117,7 +117,7 @@ class PrefillHandle:
             look_at_layers(self.model, self.state)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
-                    self._hooks += ForwardHook(module, self.state, self).attach(module)
+                    self._hooks += ForwardHook(module, self).attach(module)
             self.state.mark(on=True)
         finally:
             if not self.state.on:
@@ -363,24 +363,13 @@ def _switch(model: PreTrainedModel) -> None:
         )
 
 
-# Arguments of a model that the hooks read, besides the cache.
-READ_ARGUMENTS = (
-    "input_ids",
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "attention_mask",
-    "position_ids",
-)
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ForwardHook:
     """Hooks that open a context before a forward and close it after, even if it raises."""
 
-    def __init__(self, model: nn.Module, enabled: EnabledState, handle: Any) -> None:
-        self.enabled = enabled
+    def __init__(self, model: nn.Module, handle: PrefillHandle) -> None:
         self.handle = handle
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.makes_caches = "cache" in self.names or "past_key_values" in self.names
@@ -397,10 +386,10 @@ class ForwardHook:
         ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `cache` and the `READ_ARGUMENTS`, None where the caller gave none."""
+        """Return the arguments of a forward by name, the cache always as `cache`."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
-        return {"cache": next(caches, None), **{name: given.get(name) for name in READ_ARGUMENTS}}
+        return {**given, "cache": next(caches, None)}
 
     def replace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
@@ -423,7 +412,7 @@ class ForwardHook:
         if supports is None or not supports():
             return False
         config: Any = model.config
-        wanted = arguments["use_cache"]
+        wanted = arguments.get("use_cache")
         if wanted is None:
             wanted = getattr(config.get_text_config(decoder=True), "use_cache", False)
         return bool(wanted) and not config.is_encoder_decoder and not torch.is_grad_enabled()
@@ -444,7 +433,7 @@ def before_forward(
 ) -> Arguments:
     """Open a context, or join the enclosing model's; return the arguments that it needs."""
     compiled = _is_compiled(model)
-    context = context_of(hook.enabled, model)
+    context = context_of(hook.handle.state, model)
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
     changed: dict[str, Any] = {}
@@ -468,25 +457,26 @@ def before_forward(
     context.add_arguments(arguments)
     if compiled:
         leave_shared(context.cache)  # Graphs do not ask which rows they may write.
-    bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
+    bare = all(arguments.get(x) is None for x in ("cache", "attention_mask", "position_ids"))
     if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
         # Else transformers looks for packed sequences.
         shape, device = context.tokens.shape[:2], context.tokens.device
         changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
-    _tell_graph(context, {**arguments, **changed}["attention_mask"], compiled)
+    _tell_graph(context, {**arguments, **changed}.get("attention_mask"), compiled)
     return hook.replace(args, kwargs, changed)
 
 
 @torch.compiler.disable
 def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Leave the context; `output` is None if the forward raised."""
-    context = leave_context(hook.enabled, model, failed=output is None)
+    state = hook.handle.state
+    context = leave_context(state, model, failed=output is None)
     if context is None or output is None:
         return
     if context.call is not None:
         _take_from_graph(context, context.call)
     held = context.cache, context.begun, context.was_sparse
-    note_use(hook.handle.model, hook.enabled, context.config, *held)
+    note_use(hook.handle.model, state, context.config, *held)
 
 
 def _leave_out(*_args: Any, **_kwargs: Any) -> None:
@@ -534,13 +524,15 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
         context.mask_reason = MASKED
     candidates = context.candidates_in(past, new)
     sparse = new > 1 and config.is_sparse_call(past, new - candidates)
-    recall = NO_RECALL
+    recall: Any = NO_RECALL
     batch, device = context.tokens.shape[0], context.tokens.device
     if sparse:
         recall = context.recall_lists(batch, past, new, device)
     elif static and new > 1 and config.recall:
-        # One graph for short calls and long ones.
-        recall = _empty_lists(batch, new - candidates, config.recall_block, device)
+        # No keys, but lists: one graph for short calls and long ones.
+        blocks = batch * -(-(new - candidates) // config.recall_block)
+        sizes = blocks + 1, 0, 0
+        recall = tuple(torch.zeros(x, dtype=torch.int32, device=device) for x in sizes)
     for tensor in recall:
         if tensor is not None:  # Every prompt has lists of another length, which may be 0.
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
@@ -581,12 +573,3 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
             context.enabled.note_errors(number, getattr(layers[number], "errors", None))
         if reason and call.sparse:
             context.enabled.report(f"dense attention: {reason}")
-
-
-def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:
-    """Return the lists of recalled keys, in the form of `ops.lexical_recall`, where none are."""
-    offsets, positions, visible_from = (
-        torch.zeros(size, dtype=torch.int32, device=device)
-        for size in (batch * -(-rows // block) + 1, 0, 0)
-    )
-    return offsets, positions, visible_from

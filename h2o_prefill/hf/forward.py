@@ -304,20 +304,20 @@ class ForwardContext:
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
-        input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
-        cache = arguments["cache"]
+        input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
+        cache, mask = arguments["cache"], arguments.get("attention_mask")
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
         if self.attention_mask is None:
-            self.attention_mask = arguments["attention_mask"]
+            self.attention_mask = mask
         if self.tokens is None:
-            self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
+            self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
             check_usable(cache)
-            self.cache, masks = cache, arguments["attention_mask"]
+            self.cache = cache
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()
             for layer in layers:
@@ -326,10 +326,10 @@ class ForwardContext:
             self._snapshot = CacheSnapshot(cache)
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
-            if isinstance(masks, Mapping):
+            if isinstance(mask, Mapping):
                 self.windows = dict(windows_ahead.get())
                 windows_ahead.set({})
-                if masks.get("full_attention", masks) is None:
+                if mask.get("full_attention", mask) is None:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
 
