@@ -181,17 +181,11 @@ class Call:
 def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., Attended]:
     """Turn a function of a `Call` into an attention function of transformers."""
 
-    def attention(*args: Any, **kwargs: Any) -> Attended:
-        return attend(Call.of(*args, **kwargs))
-
-    return attention
+    return lambda *args, **kwargs: attend(Call.of(*args, **kwargs))
 
 
 def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Layer:
-    """Return the layer of the caller's cache that holds the keys of a call, if it is one of ours.
-
-    Multi-head latent attention caches latents, one for each key.
-    """
+    """Return the layer of the caller's cache that holds the keys of a call, if it is ours."""
     layer = context.layer_of(module)
     if getattr(layer, "keys", None) is not key:
         # Recurrent models have several cache layers for one module.
@@ -199,9 +193,9 @@ def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Lay
         layer = next((one for one in layers if getattr(one, "keys", None) is key), layer)
     if isinstance(layer, StaticPrefillLayer):
         return layer if layer.keys is key else None
-    if not isinstance(layer, ChunkedPrefillLayer):
-        return None
-    return layer if layer.get_seq_length() == key.shape[2] else None
+    # Multi-head latent attention caches latents, one for each key.
+    ours = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
+    return layer if ours else None
 
 
 def _window_of_call(
@@ -217,19 +211,14 @@ def _window_of_call(
 def _padding_of_call(
     module: nn.Module, context: ForwardContext | None, window: Window | None, sizes: tuple[int, ...]
 ) -> Padding | None:
-    """Return the padding of the rows of a call; `sizes` are batch, queries and keys.
-
-    Other attention of the same forward, such as that to the states of an encoder, may be of the
-    same size.
-    """
+    """Return the padding of the rows of a call; `sizes` are batch, queries and keys."""
     if context is None:
         return None
-    padding = context.paddings.get(sizes[1])
-    if window is not None:
-        padding = window.padding
-        # Of a window that cuts every long row, no row is sparse.
-        if padding is not None and not padding.has_long_row(context.config):
-            return None
+    padding = context.paddings.get(sizes[1]) if window is None else window.padding
     if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
         return None
+    # Of a window that cuts every long row, no row is sparse.
+    if window is not None and not padding.has_long_row(context.config):
+        return None
+    # Attention to something else in the same forward, as an encoder, may be of the same size.
     return padding if is_causal(module, {}) else None

@@ -141,11 +141,9 @@ def _attend_in_chunks(
 
 
 def _sdpa_reads_as_causal(call: Call) -> bool:
-    """Return whether sdpa's function would take the call for plain causal.
-
-    Without a mask that function lets one query see every key, and is causal from the first key on
-    for more; after a history that means something else than ours, unless we made the masks.
-    """
+    """Return whether sdpa's function would take the call for plain causal."""
+    # Without a mask that function lets one query see every key, and is causal from the first key on
+    # for more; after a history that means something else than ours, unless we made the masks.
     reads_as_causal = call.new == 1 or call.past == 0 or _needs_causal_mask(call)
     return call.mask is None and call.window is None and call.padding is None and reads_as_causal
 
@@ -191,11 +189,9 @@ def _mask(call: Call, name: str) -> Any:
 
 
 def _needs_causal_mask(call: Call) -> bool:
-    """Return whether no mask means causal up to the last key, since our mask function said so.
-
-    Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
-    static cache, and eager as no mask at all.
-    """
+    """Return whether no mask means causal up to the last key, since our mask function said so."""
+    # Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an
+    # empty static cache, and eager as no mask at all.
     if call.past < 0 or not call.is_causal:
         return False
     if call.context is None:
@@ -231,11 +227,9 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hide_other_keys(call: Call, mask: Any) -> Any:
-    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose.
-
-    Models that choose their own keys hide the others themselves, but only for those two names. For
-    every other they pass the choice to the attention function and leave the mask alone.
-    """
+    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose."""
+    # Models that choose their own keys hide the others themselves, but only for those two names.
+    # For every other they pass the choice to the attention function and leave the mask alone.
     blocks = call.kwargs.get("block_indices")
     if blocks is not None:
         positions = call.kwargs.get("position_ids")
@@ -306,10 +300,7 @@ def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
 def with_candidates(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Append the output of `query`, whose rows verify candidates, to `out`.
-
-    They attend as decoded tokens do, and leave no trace in the state.
-    """
+    """Append the output of the rows that verify candidates: as decoded tokens, without a trace."""
     rows = out.shape[2]
     if rows == query.shape[2]:
         return out

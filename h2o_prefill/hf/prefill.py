@@ -202,17 +202,17 @@ def _run_stages(
     hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
     silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
     bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
+    done = 0
+
+    def advance(step: int) -> None:
+        nonlocal done
+        done += step
+        bar.update(step)
+        if on_progress is not None:
+            on_progress(done, tokens.shape[1])
+
     try:
-        done = 0
-
-        def advance(step: int) -> None:
-            nonlocal done
-            done += step
-            shown.update(step)
-            if on_progress is not None:
-                on_progress(done, tokens.shape[1])
-
-        with bar as shown:
+        with bar:
             logits = pipeline.run(tokens, hidden, sizes, advance)
     except BaseException:
         snapshot.restore()
@@ -254,19 +254,15 @@ def _read_prompt(
 
 
 def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
-    """Raise ValueError for ids that are not in the vocabulary.
-
-    Of several processes only the one that embeds would, and the others would wait for it.
-    """
+    # Of several processes only the one that embeds would raise, and the others would wait for it.
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"input_ids must be ints, got {tokens.dtype}")
-    if vocabulary is None or tokens.numel() == 0:
-        return
-    lowest, highest = (int(x) for x in tokens.aminmax())
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
+    if vocabulary is not None and tokens.numel() > 0:
+        lowest, highest = (int(x) for x in tokens.aminmax())
+        if lowest < 0 or highest >= vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
@@ -286,15 +282,11 @@ def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:
 
 
 def _call_sizes(length: int, chunks_per_call: int, config: PrefillConfig) -> list[int]:
-    """Cut a length into calls of whole chunks, each of them sparse where one call would be.
-
-    So none is shorter than `min_prefill`, nor a single token, which is a decoding call; a rest that
-    is joins the last one.
-    """
-    least, step = max(config.sparse_from, 2), call_tokens(chunks_per_call, config)
-    sizes = [step] * (length // step)
-    rest = length % step
-    if rest and sizes and rest < least:
+    """Cut a length into calls of whole chunks, each of them sparse where one call would be."""
+    step = call_tokens(chunks_per_call, config)
+    sizes, rest = [step] * (length // step), length % step
+    # A rest shorter than `min_prefill`, or of one token, as a decoding call, joins the last call.
+    if sizes and rest < max(config.sparse_from, 2):
         sizes[-1] += rest
     elif rest:
         sizes.append(rest)
