@@ -80,16 +80,11 @@ def _check_length(q: Tensor, k: Tensor) -> None:
     )
 
 
-def _check_history(q: Tensor, k: Tensor) -> None:
-    torch._check_value(
-        k.shape[2] >= q.shape[2], lambda: "k must hold the history with the call's tokens"
-    )
-
-
 def _check_attention(a: Any) -> None:
-    """Check the arguments of attention to a whole history."""
     _check_qkv(a.q, a.k, a.v)
-    _check_history(a.q, a.k)
+    torch._check_value(
+        a.k.shape[2] >= a.q.shape[2], lambda: "k must hold the history with the call's tokens"
+    )
     _check_sinks(a.sinks, a.q)
 
 

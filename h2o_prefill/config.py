@@ -262,7 +262,6 @@ def crossover_text(like: Tensor, shortest: int) -> str:
 
 
 def _with_parameters(docstring: str) -> str:
-    """Return the docstring of the class with the parameters' section."""
     types = {
         "int | str | None": 'int or "auto", optional',
         "tuple[int, ...]": "tuple of int",

@@ -119,7 +119,7 @@ def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -
         hash(tuple(counts[False])),
         hash((*counts[True], *_active_adapters(model).items())),
         "" if select is None else _rule_word(select),
-        "" if token_text is None else _hexadecimal(checksum(token_text)),
+        "" if token_text is None else f"{checksum(token_text) % 2**64:016x}",
     )
 
 
@@ -151,11 +151,7 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
 
 
 def _rule_word(rule: Any) -> str:
-    """Return what tells one selection rule from another.
-
-    A function that its module has under its name goes by that. Of others their code and what they
-    were made with decides.
-    """
+    """Return what tells one selection rule from another: its name if its module has it, or code."""
     if isinstance(rule, functools.partial):
         made: list[Any] = [_rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
     else:
@@ -185,10 +181,6 @@ def _hash_of_config(model: Any) -> Any:
     config = model.config.get_text_config(decoder=True).to_dict()
     kept = {k: plain_value(v) for k, v in config.items() if k not in _NO_PART and k[0] != "_"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-
-
-def _hexadecimal(number: int) -> str:
-    return f"{number % 2**64:016x}"
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -235,10 +227,7 @@ def _numbers(module: Any, adapter: str) -> dict[str, Any]:
 def _tensors_of(
     model: nn.Module, keep_meta: bool = False
 ) -> Iterator[tuple[str, Tensor, str | None]]:
-    """Yield each weight's name, its tensors, and the adapter that it is of: active ones alone.
-
-    Names are those without adapters.
-    """
+    """Yield the name of each weight without adapters, its tensors, and its active adapter."""
     adapted = _adapted(model)
     for name, weight in sorted(model.state_dict().items()):
         owner = next((x for x in _parents(name) if x in adapted), None)

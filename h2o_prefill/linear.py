@@ -122,15 +122,15 @@ class ChunkwiseLinearAttention(nn.Module):
     >>> out, state, normalizer = attention(next_token, state, normalizer)
     """
 
-    log_decay: Optional[Tensor]  # noqa: UP045 (TorchScript reads annotations)
+    log_decay: Optional[Tensor]
 
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
-        num_kv_heads: Optional[int] = None,  # noqa: UP045
+        num_kv_heads: Optional[int] = None,
         feature_map: str = "elu+1",
-        log_decay: Optional[Tensor] = None,  # noqa: UP045
+        log_decay: Optional[Tensor] = None,
         chunk_size: int = 64,
         causal: bool = True,
         normalize: bool = True,
@@ -158,8 +158,8 @@ class ChunkwiseLinearAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        initial_state: Optional[Tensor] = None,  # noqa: UP045
-        initial_normalizer: Optional[Tensor] = None,  # noqa: UP045
+        initial_state: Optional[Tensor] = None,
+        initial_normalizer: Optional[Tensor] = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend with the tokens of one call.
 

@@ -112,17 +112,13 @@ class PrefillState:
             return None
         if length >= self.length:
             return self
-        inside, queries = length > self.last_chunk_begin, self.queries
-        if queries is not None:
-            queries = queries[:, :, : length - self.last_chunk_begin]
-        return PrefillState(
-            scores=self.scores[..., :length],
-            memory=self.memory if inside else torch.full_like(self.memory, -1),
-            length=length,
-            last_chunk_begin=self.last_chunk_begin if inside else 0,
-            errors=self.errors,
-            queries=queries if inside else None,
-        )
+        cut = replace(self, scores=self.scores[..., :length], length=length)
+        if length <= self.last_chunk_begin:
+            memory = torch.full_like(self.memory, -1)
+            return replace(cut, memory=memory, last_chunk_begin=0, queries=None)
+        if self.queries is not None:
+            cut.queries = self.queries[:, :, : length - self.last_chunk_begin]
+        return cut
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefillState:
         """Return a state with every tensor changed."""

@@ -19,13 +19,7 @@ from h2o_prefill.hf.forward import (
     call_in_graph,
     current_context,
 )
-from h2o_prefill.hf.kinds import (
-    Padding,
-    Window,
-    is_causal,
-    window_of,
-    windows_ahead,
-)
+from h2o_prefill.hf.kinds import Padding, Window, is_causal, window_of, windows_ahead
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None

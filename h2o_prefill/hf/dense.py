@@ -81,7 +81,6 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 
 def _implementation(call: Call) -> str:
-    """Return the name of the attention implementation to fall back to."""
     hf_config = call.hf_config
     # Without a context the forward began before the model was enabled, or it is another one's.
     enabled = enabled_of(hf_config) if call.context is None else call.context.enabled
@@ -163,7 +162,6 @@ def suits_our_operators(call: Call) -> bool:
 
 
 def _mask(call: Call, name: str) -> Any:
-    """Return the call's mask in the format of the implementation."""
     mask, padding, window = call.mask, call.padding, call.window
     if window is not None:
         mask = call.shared(window, window.make_mask)

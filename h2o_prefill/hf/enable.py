@@ -32,11 +32,7 @@ from h2o_prefill.hf.forward import (
     context_of,
     leave_context,
 )
-from h2o_prefill.hf.kinds import (
-    NAME,
-    enabled_of,
-    is_unpadded,
-)
+from h2o_prefill.hf.kinds import NAME, enabled_of, is_unpadded
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (

@@ -15,13 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
-from h2o_prefill.state import (
-    Checkpoint,
-    PrefillState,
-    empty_checkpoints,
-    empty_state,
-    with_room,
-)
+from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)

@@ -307,7 +307,6 @@ class ShardedLayer(DynamicLayer):
         return torch.cat(outs, 2)
 
     def _attend_everywhere(self, query: Tensor, options: LogitOptions) -> Tensor:
-        """Attend to the tokens of all processes."""
         keys, values = self._take_rows()
         if self.sequence.ranks.is_last:
             part = ops.sliding_window_attention(query, keys, values, keys.shape[2], *options)

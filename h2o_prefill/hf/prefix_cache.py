@@ -165,9 +165,7 @@ class PrefixCache:
         with self._lock:
             last = self._root(origin)
             end = last.end + chunk
-            while end <= ids.shape[0] and cache.checkpoint_before(end) == end:
-                if not _is_checkpointed(cache, end, dense):
-                    break
+            while end <= ids.shape[0] and _is_checkpointed(cache, end, dense):
                 last = self._down(last, cache, ids, end, is_chunk=True)
                 end += chunk
             while last.end < ids.shape[0]:
@@ -236,7 +234,6 @@ def _is_checkpointed(cache: ChunkedPrefillCache, end: int, dense: bool) -> bool:
 
 
 def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:
-    """Return what a piece keeps of a layer."""
     if type(layer) is not ChunkedPrefillLayer or not layer.get_seq_length():
         return _packed(layer)
     rows = tuple(x[:, :, begin:end].clone() for x in layer.rows())
