@@ -428,7 +428,8 @@ def before_forward(
     hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
     """Open a context, or join the enclosing model's; return the arguments that it needs."""
-    compiled = _is_compiled(model)
+    noted, graph.compiled = getattr(graph, "compiled", False), False
+    compiled = noted or hasattr(model.forward, "_torchdynamo_orig_callable")
     context = context_of(hook.handle.state, model)
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
@@ -489,12 +490,6 @@ def handle_of(module: nn.Module) -> Any:
         if isinstance(hook, partial) and hook.func is before_forward:
             return hook.args[0].handle
     return None
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a model is compiled, or its forward."""
-    noted, graph.compiled = getattr(graph, "compiled", False), False
-    return noted or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:

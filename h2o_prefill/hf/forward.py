@@ -366,12 +366,6 @@ class ForwardContext:
         if keys < slots:
             self.filled[slots] = keys
 
-    def token_ids(self) -> Tensor | None:
-        """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
-        if isinstance(self.cache, KeepsTokenIds):
-            return self.cache.token_ids_with(self.input_ids)
-        return self.input_ids
-
     def recall_lists(
         self,
         batch: int,
@@ -391,7 +385,9 @@ class ForwardContext:
         first, stop = span or (0, past + new)
 
         def find() -> RecallLists:
-            ids = self.token_ids()
+            ids, cache = self.input_ids, self.cache
+            if isinstance(cache, KeepsTokenIds):
+                ids = cache.token_ids_with(ids)
             if ids is None or ids.shape != (batch, past + new):
                 self.enabled.report(NO_IDS)
                 return NO_RECALL

@@ -33,6 +33,7 @@ from h2o_prefill.hf.forward import (
 from h2o_prefill.hf.kinds import (
     NAME,
     Padding,
+    Span,
     Window,
     enabled_of,
     is_unpadded,
@@ -178,22 +179,25 @@ def _padding(
     context: ForwardContext, arguments: dict[str, Any], make: Callable[..., Any]
 ) -> Padding | None:
     """Put the padding of a forward into its context, or the reason why it needs its mask."""
-    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     if arguments["q_offset"] > 0:
         context.mask_reason = CONTINUES
-        return None
-    if torch.is_grad_enabled():
+    elif torch.is_grad_enabled():
         # Checkpointed layers run again in the backward pass, where no context knows of the padding.
         context.mask_reason = GRADIENTS
-        return None
-    whole = attention_mask.shape[0] == arguments["batch_size"]
-    spans = row_spans(attention_mask, length) if whole else None
-    if spans is None:
+    elif (spans := _spans(arguments)) is None:
         context.mask_reason = HOLES
-        return None
-    padding = Padding(length, spans, partial(make, **arguments))
-    context.paddings[length] = padding
-    return padding
+    else:
+        length = arguments["kv_length"]
+        context.paddings[length] = Padding(length, spans, partial(make, **arguments))
+        return context.paddings[length]
+    return None
+
+
+def _spans(arguments: dict[str, Any]) -> tuple[Span, ...] | None:
+    """Return where the rows of a padded batch lie, None if they have holes or are not known."""
+    mask = arguments["attention_mask"]
+    same_batch = len(mask) == arguments["batch_size"]
+    return row_spans(mask, arguments["kv_length"]) if same_batch else None
 
 
 def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
@@ -201,14 +205,12 @@ def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Wi
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
     if torch.is_grad_enabled() or not may_be_left_out(arguments):
         return None
-    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
-    offset, padding = arguments["kv_offset"], None
+    length, offset, padding = arguments["kv_length"], arguments["kv_offset"], None
     make = _previous_mask_function(enabled, arguments.get("config"))
     remake = partial(make, **arguments)
-    if not is_unpadded(attention_mask, offset + length):
+    if not is_unpadded(arguments["attention_mask"], offset + length):
         whole = offset == 0 and arguments["q_offset"] == 0
-        same_batch = len(attention_mask) == arguments["batch_size"]
-        spans = row_spans(attention_mask, length) if whole and same_batch else None
+        spans = _spans(arguments) if whole else None
         if spans is None:
             return None
         padding = Padding(length, spans, remake, window)

@@ -456,23 +456,16 @@ def gather_cache(cache: ChunkedPrefillCache, rank: int = 0) -> ChunkedPrefillCac
         raise ValueError(f"rank must be in [0, {ranks.count}), got {rank}")
     whole = ChunkedPrefillCache() if ranks.number == rank else None
     for layer in layers:
-        parts = _gather(ranks, rank, layer)
-        if whole is None:
-            continue
-        made = ChunkedPrefillLayer()
-        made.update(*(torch.cat([part[name] for part in parts], 2) for name in ("keys", "values")))
-        made.state = parts[-1]["state"]
-        whole.layers.append(made)
+        mine = [*(x.cpu() for x in layer._take_rows()), layer.rows.state]
+        parts: Any = None if whole is None else [None] * ranks.count
+        with ranks.waiting(layer=layer.number):
+            dist.gather_object(mine, parts, ranks.rank_of(rank), ranks.group)
+        if whole is not None:
+            keys, values, states = zip(*parts, strict=True)
+            made = ChunkedPrefillLayer()
+            made.update(torch.cat(keys, 2), torch.cat(values, 2))
+            made.state = states[-1]
+            whole.layers.append(made)
     if whole is not None:
         whole._token_ids, whole._origin = cache._token_ids, cache._origin
     return whole
-
-
-def _gather(ranks: Any, rank: int, layer: ShardedLayer) -> Any:
-    """Return the rows of a layer in every process, in that process alone."""
-    keys, values = layer._take_rows()
-    mine = {"keys": keys.cpu(), "values": values.cpu(), "state": layer.rows.state}
-    parts: Any = [None] * ranks.count if ranks.number == rank else None
-    with ranks.waiting(layer=layer.number):
-        dist.gather_object(mine, parts, ranks.rank_of(rank), ranks.group)
-    return parts
