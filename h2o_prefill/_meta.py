@@ -208,12 +208,9 @@ def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tenso
     """Recall lists of the last `num_tokens` of token_ids [B, T]; their length depends on data."""
     blocks = (num_tokens + block - 1) // block
     found = torch.library.get_ctx().new_dynamic_size()
-    offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)
-    return (
-        offsets,
-        token_ids.new_empty(found, dtype=torch.int32),
-        token_ids.new_empty(found, dtype=torch.int32),
-    )
+    sizes = token_ids.shape[0] * blocks + 1, found, found
+    offsets, positions, visible_from = (token_ids.new_empty(x, dtype=torch.int32) for x in sizes)
+    return offsets, positions, visible_from
 
 
 @_fake("lexical_recall")

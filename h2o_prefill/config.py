@@ -183,12 +183,9 @@ class PrefillConfig:
             return self
         return self.with_min_prefill(self.native.resolved(shortest, prompt_tokens).min_prefill)
 
-    def check_fits(self, layers: int | None, kv_heads: int) -> None:
-        """Raise ValueError if these settings name layers or KV heads that a model does not have.
-
-        `layers` is None if their number is not known: then nothing is checked.
-        """
-        for name in LAYER_FIELDS if layers is not None else ():
+    def check_fits(self, layers: int, kv_heads: int) -> None:
+        """Raise ValueError if these settings name layers or KV heads that a model does not have."""
+        for name in LAYER_FIELDS:
             given = getattr(self, name)
             places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
             if any(place[0] >= layers for place in places):

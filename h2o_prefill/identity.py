@@ -86,10 +86,8 @@ class Origin:
 
 def changed_text(what: str) -> str:
     """Return the error for a cache whose model is not what it was in all calls."""
-    return (
-        f"cache must be of one state of its model, whose {CHANGED[what]} changed since it was "
-        "filled"
-    )
+    now = f"{CHANGED[what]} changed since it was filled"
+    return f"cache must be of one state of its model, whose {now}"
 
 
 def difference(one: Marks, other: Marks) -> str:

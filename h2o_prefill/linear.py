@@ -70,19 +70,10 @@ def linear_attention(
     """
     if not isinstance(feature_map, str):
         q, k, feature_map = feature_map(q), feature_map(k), "identity"
+    before, divisor = (None, None) if initial is None else initial
+    options = feature_map, chunk_size, causal, diagonal_once, normalize, scale
     out, state, normalizer = ops.chunkwise_linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        None if initial is None else initial.state,
-        None if initial is None or not normalize else initial.normalizer,
-        feature_map,
-        chunk_size,
-        causal,
-        diagonal_once,
-        normalize,
-        scale,
+        q, k, v, log_decay, before, divisor if normalize else None, *options
     )
     return out, LinearAttentionState(state, normalizer)
 

@@ -97,29 +97,25 @@ def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
     yield cache_dir() / "profiles" / f"{architecture}.json"
 
 
-def count_layers(model: Any) -> int | None:
-    """Return the number of decoder layers, None if a model's config does not have it."""
-    layers = getattr(_decoder_config(model), "num_hidden_layers", None)
-    return layers if layers is None or isinstance(layers, int) else max(layers)
-
-
-def count_heads(model: Any) -> tuple[int, int]:
-    """Return the decoder layers and the most KV heads of a layer; 1 where the config has none."""
-    return count_layers(model) or 1, max(_heads_by_layer(model))
-
-
-def _heads_by_layer(model: Any) -> list[int]:
-    config = _decoder_config(model)
-    names = "num_key_value_heads", "num_attention_heads"
-    heads = next(filter(None, (getattr(config, name, None) for name in names)), 1)
+def heads_by_layer(model: Any) -> list[int]:
+    """Return the KV heads of each decoder layer, as a model's config has them; none if unknown."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    names = "num_hidden_layers", "num_key_value_heads", "num_attention_heads"
+    layers, heads, query_heads = (getattr(config, name, None) for name in names)
+    if not layers:
+        return []
+    heads = heads or query_heads or 1
     if isinstance(heads, int):
-        return [heads] * (count_layers(model) or 1)
+        return [heads] * (layers if isinstance(layers, int) else max(layers))
     return [number or 0 for number in heads]  # a layer without attention has none
 
 
-def _decoder_config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
+    heads = heads_by_layer(model) or [1]
+    return len(heads), max(heads)
 
 
 def settings_of(
@@ -204,7 +200,7 @@ def _news(model: Any, profile: Profile) -> str:
     wide = sum(len(x) == 3 for x in profile.config.wide)
     if not wide:
         return f"{profile.name}: {profile.config.to_string()}"
-    return f"{profile.name}: {wide} of {sum(_heads_by_layer(model))} KV heads keep more keys"
+    return f"{profile.name}: {wide} of {sum(heads_by_layer(model))} KV heads keep more keys"
 
 
 @functools.cache

@@ -45,7 +45,7 @@ from h2o_prefill.hf.parallel import (
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.identity import model_text
-from h2o_prefill.profile import count_heads, count_layers, settings_of
+from h2o_prefill.profile import heads_by_layer, settings_of
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -249,7 +249,8 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen, profile = settings_of(model, config, overrides)
-    chosen.check_fits(count_layers(model), count_heads(model)[1])
+    if heads := heads_by_layer(model):
+        chosen.check_fits(len(heads), max(heads))
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:
