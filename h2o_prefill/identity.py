@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import marshal
+import pkgutil
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -167,12 +167,9 @@ def _rule_word(rule: Any) -> str:
 
 def _is_importable(rule: Any) -> bool:
     try:
-        found: Any = importlib.import_module(rule.__module__)
-        for name in rule.__qualname__.split("."):
-            found = getattr(found, name)
-    except (AttributeError, ImportError):
+        return pkgutil.resolve_name(f"{rule.__module__}:{rule.__qualname__}") is rule
+    except (AttributeError, ImportError, ValueError):
         return False
-    return found is rule
 
 
 def _hash_of_config(model: Any) -> Any:

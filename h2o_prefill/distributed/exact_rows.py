@@ -41,12 +41,10 @@ class ExactRows:
         self._offered = threading.Condition()
         self._error: BaseException | None = None
         self._stopped = False
-        later = range(ranks.number + 1, ranks.count)
-        self._threads = [
-            threading.Thread(target=self._serve, args=(x,), daemon=True) for x in later
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for later in range(ranks.number + 1, ranks.count):
+            self._threads.append(threading.Thread(target=self._serve, args=(later,), daemon=True))
+            self._threads[-1].start()
 
     def ask(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions

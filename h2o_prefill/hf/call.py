@@ -142,14 +142,9 @@ class Call:
         return index if isinstance(index, int) and index >= 0 else None
 
     @property
-    def sinks(self) -> Tensor | None:
-        """Attention sinks [Hq], one more logit of each query head's softmax."""
-        return self.kwargs.get("s_aux")
-
-    @property
     def logit_options(self) -> LogitOptions:
-        """How the operators make logits."""
-        return self.scaling, self.sinks, self.kwargs.get("softcap") or 0.0
+        """How the operators make logits; sinks [Hq] are one more for each query head's softmax."""
+        return self.scaling, self.kwargs.get("s_aux"), self.kwargs.get("softcap") or 0.0
 
     def count(self, reason: str | None) -> None:
         """Count the call of its layer, None: sparse; warn of a reason that is not by design."""

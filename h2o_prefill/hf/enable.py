@@ -326,8 +326,9 @@ def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
     """Return the handles that a model, or one inside of it, is enabled through, each once."""
     if not isinstance(model, nn.Module):
         raise no_model(model)
-    handles = (handle_of(module) for module in model.modules())
-    return list({id(handle): handle for handle in handles if handle is not None}.values())
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    ours = (x for x in hooks if isinstance(x, partial) and x.func is before_forward)
+    return list(dict.fromkeys(hook.args[0].handle for hook in ours))
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
@@ -336,10 +337,9 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
     waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop(0)
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            continue
-        found[id(config)] = config
-        waiting += [getattr(config, name, None) for name in config.sub_configs]
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
 
 
@@ -483,14 +483,6 @@ def _leave_out(*_args: Any, **_kwargs: Any) -> None:
 
 for _hook in (before_forward, after_forward):
     torch.compiler.substitute_in_graph(_hook)(_leave_out)
-
-
-def handle_of(module: nn.Module) -> Any:
-    """Return the handle whose hooks a module carries, None if it carries none."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, partial) and hook.func is before_forward:
-            return hook.args[0].handle
-    return None
 
 
 def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:

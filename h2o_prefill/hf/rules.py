@@ -74,7 +74,7 @@ def _is_short(call: Call) -> bool:
 
 def needs_gradients(call: Call) -> bool:
     """Return whether a gradient of the result may be asked for."""
-    tensors = (call.query, call.key, call.value, call.sinks)
+    tensors = (call.query, call.key, call.value, call.kwargs.get("s_aux"))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
