@@ -475,7 +475,6 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         self._position = torch.zeros(2, dtype=torch.int64)
 
     def begin(self, config: PrefillConfig) -> None:
-        """Make room for the memory sets of a forward."""
         for layer in self.layers:
             if isinstance(layer, StaticPrefillLayer):
                 layer.prepare(config.memory_size)

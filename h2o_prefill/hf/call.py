@@ -87,7 +87,6 @@ class Call:
 
     @property
     def hf_config(self) -> Any:
-        """The Hugging Face config of the layer."""
         return getattr(self.module, "config", None)
 
     @property
@@ -97,7 +96,6 @@ class Call:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the layer is causal in this call."""
         return is_causal(self.module, self.kwargs)
 
     @property
@@ -159,11 +157,9 @@ class Call:
             self.enabled.report(f"dense attention: {reason}")
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this key, once per forward."""
         return make() if self.context is None else self.context.shared(key, make)
 
     def given(self, *names: str) -> bool:
-        """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
 
 

@@ -63,7 +63,6 @@ def attend_densely(call: Call) -> Attended:
 def call_function(
     function: Callable[..., Any], call: Call, key: Tensor, value: Tensor, mask: Any
 ) -> Attended:
-    """Call an attention function of transformers."""
     options = {"dropout": call.dropout, "scaling": call.scaling, **call.kwargs}
     bias = options.get("position_bias")
     if isinstance(bias, Tensor) and bias.shape[-1] == call.key.shape[2]:

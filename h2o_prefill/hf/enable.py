@@ -372,7 +372,6 @@ class ForwardHook:
         self.makes_caches = "cache" in self.names or "past_key_values" in self.names
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Register the hooks and return their handles."""
         # Not bound methods, which dynamo would look into.
         return [
             model.register_forward_pre_hook(note_compilation),

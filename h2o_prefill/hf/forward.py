@@ -129,7 +129,6 @@ class EnabledState:
         return marks_of(model, self.select and self.select.rule, self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
-        """Return whether a Hugging Face config is one of this model's."""
         return any(config is hf_config for config, _ in self.previous)
 
     def previous_of(self, hf_config: Any) -> str | None:
@@ -185,7 +184,6 @@ class GraphCall:
     hidden: list[Tensor] = field(default_factory=list)
 
     def is_sparse(self, number: int) -> bool:
-        """Return whether a layer that can be sparse is."""
         return self.sparse and number not in self.config.dense_layers
 
 

@@ -140,7 +140,6 @@ class Padding:
         return {span: _as_index(found) for span, found in rows.items()}
 
     def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
-        """Return whether some row is sparse."""
         stop = self.length if prompt_end is None else prompt_end
         return any(
             self.fits((first, end)) and is_long_row(min(end, stop) - first, config)

@@ -102,7 +102,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._scores = None
 
     def get_seq_length(self) -> int:
-        """Return the number of cached tokens."""
         # Shapes alone: in a compiled graph, a view beside the buffer that changes under it is an
         # alias that AOTAutograd cannot rebuild for dynamic shapes.
         return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
@@ -110,7 +109,6 @@ class ChunkedPrefillLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return the whole history."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             # Autograd does not follow what is written in place.
             return super().update(key_states, value_states, *args, **kwargs)
@@ -222,7 +220,6 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._room_for(self.get_seq_length(), *self.rows())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, from the state too."""
         backed, before = self._is_backed(), self.get_seq_length()
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
@@ -262,7 +259,6 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._map_state(lambda x: x.to(self.device))
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, which the layer has."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 

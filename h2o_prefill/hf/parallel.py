@@ -342,7 +342,6 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def versions() -> tuple[str, str, str]:
-    """Return the versions of this library, PyTorch and transformers."""
     return build_info()["version"], torch.__version__, transformers.__version__
 
 
@@ -355,7 +354,6 @@ def check_shardable(model: Any, config: PrefillConfig) -> None:
 
 
 def is_sharded(cache: ChunkedPrefillCache) -> bool:
-    """Return whether the tokens of a cache are spread over processes."""
     return any(isinstance(layer, ShardedLayer) for layer in cache.layers)
 
 
