@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.state import no_errors
+from h2o_prefill.state import no_errors, score_dtype
 
 _Native = torch.classes.h2o_prefill.PrefillConfig
 
@@ -37,17 +37,13 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
 _settings = cache(_Native.parse)
 
 
-def _accumulate_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _empty_heads(q: Tensor, value_dim: int) -> Tensor:
     """[B, Hq, T, Dv] whose transpose(1, 2) is contiguous."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], value_dim).transpose(1, 2)
 
 
 def _empty_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], dtype=_accumulate_dtype(q))
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], dtype=score_dtype(q))
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -84,22 +80,17 @@ def _check_length(q: Tensor, k: Tensor) -> None:
     )
 
 
-def _check_history(q: Tensor, k: Tensor) -> None:
-    torch._check_value(
-        k.shape[2] >= q.shape[2], lambda: "k must hold the history with the call's tokens"
-    )
-
-
 def _check_attention(a: Any) -> None:
-    """Check the arguments of attention to a whole history."""
     _check_qkv(a.q, a.k, a.v)
-    _check_history(a.q, a.k)
+    torch._check_value(
+        a.k.shape[2] >= a.q.shape[2], lambda: "k must hold the history with the call's tokens"
+    )
     _check_sinks(a.sinks, a.q)
 
 
 def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, scores, memory set and errors of a sparse prefill."""
-    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    scores = a.k.new_empty(a.k.shape[:3], dtype=score_dtype(a.q))
     memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
     return _empty_heads(a.q, a.v.shape[3]), scores, memory, no_errors(a.k)
 
@@ -108,14 +99,14 @@ def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Ten
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
     _check_length(a.q, a.k)
-    colsum = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    colsum = a.k.new_empty(a.k.shape[:3], dtype=score_dtype(a.q))
     return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
 @_fake("memory_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
-    colsum = a.q.new_empty(a.indices.shape, dtype=_accumulate_dtype(a.q))
+    colsum = a.q.new_empty(a.indices.shape, dtype=score_dtype(a.q))
     return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
@@ -172,7 +163,7 @@ for _name in ("accumulate_scores_", "advance_position_"):
 
 def _check_accumulated(name: str, x: Tensor | None, q: Tensor, *shape: int) -> None:
     if x is not None:
-        dtype = _accumulate_dtype(q)
+        dtype = score_dtype(q)
         torch._check_value(
             tuple(x.shape) == shape and x.dtype == dtype and x.device == q.device,
             lambda: f"{name} must be {dtype} {list(shape)} on the device of q, got {x.shape}",
@@ -193,7 +184,7 @@ def _check_linear_attention(a: Any) -> None:
 @_fake("chunkwise_linear_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_linear_attention(a)
-    dtype = _accumulate_dtype(a.q)
+    dtype = score_dtype(a.q)
     per_head = a.k.shape[:2]
     state = a.k.new_empty(*per_head, a.k.shape[3], a.v.shape[3], dtype=dtype)
     normalizer = a.k.new_empty(*per_head, a.k.shape[3] if a.normalize else 0, dtype=dtype)
@@ -206,7 +197,7 @@ def _(a: Any) -> tuple[Tensor, ...]:
 
     def like(x: Tensor | None) -> Tensor:
         shape = [0] if x is None else x.shape
-        return a.q.new_empty(shape, dtype=_accumulate_dtype(a.q))
+        return a.q.new_empty(shape, dtype=score_dtype(a.q))
 
     states = (a.log_decay, a.initial_state, a.initial_normalizer)
     floats = (a.q.new_empty(a.q.shape), a.k.new_empty(a.k.shape), a.v.new_empty(a.v.shape))
@@ -217,12 +208,9 @@ def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tenso
     """Recall lists of the last `num_tokens` of token_ids [B, T]; their length depends on data."""
     blocks = (num_tokens + block - 1) // block
     found = torch.library.get_ctx().new_dynamic_size()
-    offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)
-    return (
-        offsets,
-        token_ids.new_empty(found, dtype=torch.int32),
-        token_ids.new_empty(found, dtype=torch.int32),
-    )
+    sizes = token_ids.shape[0] * blocks + 1, found, found
+    offsets, positions, visible_from = (token_ids.new_empty(x, dtype=torch.int32) for x in sizes)
+    return offsets, positions, visible_from
 
 
 @_fake("lexical_recall")

@@ -20,9 +20,8 @@ def _is_compiling() -> bool:
 
 
 def _lists_of(
-    recall: Optional[tuple[Tensor, Tensor, Tensor]],  # noqa: UP045
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # noqa: UP045
-    """Return recall lists as the operators take them."""
+    recall: Optional[tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     if recall is None:
         return None, None, None
     return recall[0], recall[1], recall[2]
@@ -51,13 +50,12 @@ class ChunkedSparseAttention(nn.Module):
 
     settings: str
     recalls: bool
-    token_text: Optional[Tensor]  # noqa: UP045
+    token_text: Optional[Tensor]
 
-    # TorchScript reads annotations: it knows Optional and Union, not `|`.
     def __init__(
         self,
-        config: Optional[Union[PrefillConfig, str]] = None,  # noqa: UP007, UP045
-        token_text: Optional[Tensor] = None,  # noqa: UP045
+        config: Optional[Union[PrefillConfig, str]] = None,
+        token_text: Optional[Tensor] = None,
     ) -> None:
         super().__init__()
         chosen = chosen_config(config)
@@ -71,16 +69,16 @@ class ChunkedSparseAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scores: Optional[Tensor] = None,  # noqa: UP045
-        memory: Optional[Tensor] = None,  # noqa: UP045
+        scores: Optional[Tensor] = None,
+        memory: Optional[Tensor] = None,
         last_chunk_begin: int = 0,
-        scale: Optional[float] = None,  # noqa: UP045
-        token_ids: Optional[Tensor] = None,  # noqa: UP045
-        recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,  # noqa: UP045
+        scale: Optional[float] = None,
+        token_ids: Optional[Tensor] = None,
+        recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,
         layer: int = 0,
-        sinks: Optional[Tensor] = None,  # noqa: UP045
+        sinks: Optional[Tensor] = None,
         softcap: float = 0.0,
-        errors: Optional[Tensor] = None,  # noqa: UP045
+        errors: Optional[Tensor] = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Attend with the queries of one call.
 
@@ -144,13 +142,13 @@ class ChunkedSparseAttention(nn.Module):
         scores: Tensor,
         memory: Tensor,
         position: Tensor,
-        scale: Optional[float] = None,  # noqa: UP045
-        recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,  # noqa: UP045
+        scale: Optional[float] = None,
+        recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,
         layer: int = 0,
-        sinks: Optional[Tensor] = None,  # noqa: UP045
+        sinks: Optional[Tensor] = None,
         softcap: float = 0.0,
-        errors: Optional[Tensor] = None,  # noqa: UP045
-        window: Optional[int] = None,  # noqa: UP045
+        errors: Optional[Tensor] = None,
+        window: Optional[int] = None,
     ) -> Tensor:
         """Call `ops.prefill_attention_`: attention in buffers that are allocated once.
 

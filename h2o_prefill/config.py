@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,19 +22,30 @@ from h2o_prefill._warn import warn
 
 _Native = torch.classes.h2o_prefill.PrefillConfig
 _DEFAULTS = _Native()
+_Class = TypeVar("_Class")
 
 # A `min_prefill` by the costs of the device, and how C++ has it.
 AUTO, _NATIVE_AUTO = "auto", -1
 
 
-def _setting(name: str, text: str) -> Any:
-    """Return a field with the default of the C++ class and a help text."""
-    default = getattr(_DEFAULTS, name)
-    default = tuple(default) if isinstance(default, list) else default
-    return dataclasses.field(default=default, metadata={"help": text})
+# Settings are values: equal ones share what is made of them.
+_cached = lru_cache(maxsize=256)
+
+
+def _setting(text: str) -> Any:
+    """Return a field with a help text; `_with_defaults` gives it the default of the C++ class."""
+    return dataclasses.field(metadata={"help": text})
+
+
+def _with_defaults(cls: type[_Class]) -> type[_Class]:
+    for name in cls.__annotations__:
+        default = getattr(_DEFAULTS, name)
+        getattr(cls, name).default = tuple(default) if isinstance(default, list) else default
+    return cls
 
 
 @dataclass(frozen=True)
+@_with_defaults
 class PrefillConfig:
     """Settings of chunked sparse prefill. By default all options beyond the specification are off.
 
@@ -50,89 +61,68 @@ class PrefillConfig:
         that sparse prefill saves less than it could.
     """
 
-    chunk_size: int = _setting(
-        "chunk_size", "Chunk size S in tokens; attention within a chunk is exact."
-    )
+    chunk_size: int = _setting("Chunk size S in tokens; attention within a chunk is exact.")
     local_window: int = _setting(
-        "local_window",
-        "Local window L: number of positions directly before a chunk that are always kept.",
+        "Local window L: number of positions directly before a chunk that are always kept."
     )
     heavy_budget: int = _setting(
-        "heavy_budget",
         "Heavy-hitter budget H: number of earlier positions kept because they received the most "
-        "attention.",
+        "attention."
     )
     sink_tokens: int = _setting(
-        "sink_tokens",
-        "Attention sinks K: number of first positions of the prompt that are always kept.",
+        "Attention sinks K: number of first positions of the prompt that are always kept."
     )
     dense_tail: int = _setting(
-        "dense_tail",
-        "Number of queries at the end of a call that attend to all keys (exact attention).",
+        "Number of queries at the end of a call that attend to all keys (exact attention)."
     )
-    dense_layers: tuple[int, ...] = _setting(
-        "dense_layers", "Layers whose attention is always dense."
-    )
+    dense_layers: tuple[int, ...] = _setting("Layers whose attention is always dense.")
     wide: tuple[tuple[int, ...], ...] = _setting(
-        "wide",
         "Factors of L and H: (layer, factor) for all KV heads of a layer, (layer, KV head, factor) "
-        "for one head instead; 7x4+18.2x2 in a text.",
+        "for one head instead; 7x4+18.2x2 in a text."
     )
     gqa_reduce: str = _setting(
-        "gqa_reduce",
-        'Reduction of scores over the query heads that share a KV head: "sum" or "max".',
+        'Reduction of scores over the query heads that share a KV head: "sum" or "max".'
     )
     min_prefill: int | str | None = _setting(
-        "min_prefill",
         "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "
         '`chunk_size`. "auto", as in the presets: prompts for which dense attention is faster on '
-        "their device are dense.",
+        "their device are dense."
     )
     recall: int = _setting(
-        "recall",
         "Maximum number of matches that lexical recall, an n-gram lookup over the token ids, "
-        "recalls for each token; 0 turns it off.",
+        "recalls for each token; 0 turns it off."
     )
     recall_block: int = _setting(
-        "recall_block",
-        "Number of queries that share a list of recalled keys; must divide `chunk_size`.",
+        "Number of queries that share a list of recalled keys; must divide `chunk_size`."
     )
     recall_suffix: int = _setting(
-        "recall_suffix", "Maximum length of the n-grams that lexical recall looks up, in tokens."
+        "Maximum length of the n-grams that lexical recall looks up, in tokens."
     )
     recall_span: int = _setting(
-        "recall_span",
-        "Number of keys recalled from each match: 2 means its position and the next one.",
+        "Number of keys recalled from each match: 2 means its position and the next one."
     )
     recall_max_count: int = _setting(
-        "recall_max_count",
-        "A single token is looked up only if it has occurred at most this often so far.",
+        "A single token is looked up only if it has occurred at most this often so far."
     )
     recall_characters: int = _setting(
-        "recall_characters",
         "Number of characters at the end of each token that lexical recall looks up as well, where "
-        "it knows the text of the tokens: 32 keys after the latest match. 0 leaves it at tokens.",
+        "it knows the text of the tokens: 32 keys after the latest match. 0 leaves it at tokens."
     )
     block_diagonal: bool = _setting(
-        "block_diagonal",
         "Whether an empty memory set (K + L + H = 0) means attention within chunks only; if "
-        "false, it means dense attention.",
+        "false, it means dense attention."
     )
     error_rows: int = _setting(
-        "error_rows",
         "Number of rows of each chunk that also attend exactly, to measure the error of their "
-        "sparse attention; 0 turns widening off.",
+        "sparse attention; 0 turns widening off."
     )
     error_threshold: float = _setting(
-        "error_threshold",
         "Mean squared error, relative to the exact output, above which L and H of a KV head double "
-        "for the chunks that follow.",
+        "for the chunks that follow."
     )
-    max_widen: int = _setting(
-        "max_widen", "Maximum factor by which errors multiply L and H during a prompt."
-    )
+    max_widen: int = _setting("Maximum factor by which errors multiply L and H during a prompt.")
     exact: bool = _setting(
-        "exact", "Whether every call is dense, by this library's kernels, and nothing is lost."
+        "Whether every call is dense, by this library's kernels, and nothing is lost."
     )
 
     def __post_init__(self) -> None:
@@ -164,14 +154,16 @@ class PrefillConfig:
         """Return the settings of a `torch.classes.h2o_prefill.PrefillConfig`."""
         return cls(**{field.name: getattr(native, field.name) for field in dataclasses.fields(cls)})
 
+    @_cached
     def to_string(self) -> str:
         """Return the shortest text that `parse` turns into these settings."""
-        return _text_of(self)
+        return str(self.native.to_string())
 
     @property
+    @_cached
     def native(self) -> Any:
         """The same settings as `torch.classes.h2o_prefill.PrefillConfig`."""
-        return _native_of(self)
+        return _Native(**{name: _as_native(value) for name, value in vars(self).items()})
 
     @property
     def is_auto(self) -> bool:
@@ -201,9 +193,12 @@ class PrefillConfig:
             if any(head >= kv_heads for place in places for head in place[1:]):
                 raise ValueError(f"KV heads of {name} must be < {kv_heads}, got {given}")
 
+    @_cached
     def with_min_prefill(self, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt whose open `min_prefill` was resolved."""
-        return _with_min_prefill(self, tokens)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The open settings have warned already.
+            return self.replace(min_prefill=tokens)
 
     @property
     def memory_size(self) -> int:
@@ -264,7 +259,6 @@ def crossover_text(like: Tensor, shortest: int) -> str:
 
 
 def _with_parameters(docstring: str) -> str:
-    """Return the docstring of the class with the parameters' section."""
     types = {
         "int | str | None": 'int or "auto", optional',
         "tuple[int, ...]": "tuple of int",
@@ -305,13 +299,9 @@ def format_value(value: Any) -> str:
 def _typed(name: str, value: Any) -> Any:
     """Return a value in the type of its field; C++ checks ranges."""
     default = getattr(_DEFAULTS, name)
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be a bool, got {value!r}")
-        return value
-    if isinstance(default, str):
-        if not isinstance(value, str):
-            raise ValueError(f"{name} must be a str, got {value!r}")
+    if isinstance(default, (bool, str)):
+        if not isinstance(value, type(default)):
+            raise ValueError(f"{name} must be a {type(default).__name__}, got {value!r}")
         return value
     if isinstance(default, float):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -352,18 +342,13 @@ def _as_int(name: str, value: Any) -> int:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
 
 
-@lru_cache(maxsize=256)
-def _native_of(config: PrefillConfig) -> Any:
-    return _Native(**{name: _as_native(value) for name, value in vars(config).items()})
-
-
 def _as_native(value: Any) -> Any:
     if isinstance(value, tuple):
         return [list(x) if isinstance(x, tuple) else x for x in value]
     return _NATIVE_AUTO if value == AUTO else value
 
 
-@lru_cache(maxsize=256)
+@_cached
 def _shortest(
     config: PrefillConfig, device: torch.device, dtype: torch.dtype, layers: int, kv_heads: int
 ) -> int:
@@ -371,19 +356,7 @@ def _shortest(
     return int(config.native.shortest_sparse_prompt(like, layers, kv_heads))
 
 
-@lru_cache(maxsize=256)
-def _with_min_prefill(config: PrefillConfig, tokens: int) -> PrefillConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The open settings have warned already.
-        return config.replace(min_prefill=tokens)
-
-
-@lru_cache(maxsize=256)
-def _text_of(config: PrefillConfig) -> str:
-    return str(config.native.to_string())
-
-
-@lru_cache(maxsize=256)
+@_cached
 def _of_layer(config: PrefillConfig, layer: int) -> PrefillConfig:
     with warnings.catch_warnings():
         # The settings of the whole model have warned already.

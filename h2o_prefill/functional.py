@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.selection import Selector
-from h2o_prefill.state import PrefillState, empty_state
+from h2o_prefill.state import PrefillState, empty_state, with_room
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -61,11 +61,7 @@ def attend_functionally(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the operator that returns a layer's state: output, scores, memory and errors."""
     recall, layer, settings, logits = options
-    scores = memory = errors = None
-    begin = 0
-    if state is not None:
-        scores, memory, errors = state.scores, state.memory, state.errors
-        begin = state.last_chunk_begin
+    scores, memory, begin, errors = (None, None, 0, None) if state is None else state.fields
     told = (*recall, begin, layer, settings, *logits)
     return ops.prefill_attention(query, key, value, scores, memory, *told, errors)
 
@@ -94,26 +90,13 @@ def sparse_attention(
     options = scale, sinks, softcap
     if select is not None:
         return _attend_by_rule(q, k, v, state, config, recall, options, layer, select)
+    scores, memory, begin, errors = state.fields
+    told = (*recall, begin, config, *options)
     out, scores, memory, errors = ops.chunked_sparse_attention(
-        q,
-        k,
-        v,
-        state.scores,
-        state.memory,
-        *recall,
-        state.last_chunk_begin,
-        config,
-        *options,
-        state.errors,
+        q, k, v, scores, memory, *told, errors
     )
-    past = k.shape[2] - q.shape[2]
-    return out, PrefillState(
-        scores=scores,
-        memory=memory,
-        length=k.shape[2],
-        last_chunk_begin=config.last_chunk_begin(past, q.shape[2]),
-        errors=errors,
-    )
+    begin = config.last_chunk_begin(k.shape[2] - q.shape[2], q.shape[2])
+    return out, PrefillState(scores, memory, k.shape[2], begin, errors)
 
 
 def _attend_by_rule(
@@ -150,8 +133,7 @@ def _attend_by_rule(
     out = torch.cat(outs, dim=2)
     if tail := min(config.dense_tail, length):
         out[:, :, -tail:] = ops.dense_attention(q[:, :, -tail:], k, v, *options)
-    absent = max(0, config.memory_size - state.memory.shape[2])
-    state.memory = torch.nn.functional.pad(state.memory, (0, absent), value=-1)
+    state.memory = with_room(state.memory, config.memory_size)
     return out, state.clone()  # Its queries are a view of the model's.
 
 
@@ -166,8 +148,7 @@ def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     """Return the set that the next chunk attends to, as a state has the last one."""
-    sets: Tensor = config.native.next_memory(state.fields)
-    return sets
+    return config.native.next_memory(state.fields)
 
 
 def token_rows(values: Any, device: Any = None) -> Tensor:
@@ -207,6 +188,11 @@ def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: 
     sizes = torch.cat([x.diff() for x in rows])
     ends = torch.cat([offsets[:1], sizes.cumsum(0, dtype=torch.int32)])
     return ends, positions[kept], visible_from[kept]
+
+
+def merge_all(parts: Iterable[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Merge attention results over disjoint keys, each an output and its lse."""
+    return reduce(lambda one, other: ops.merge_states(*one, *other), parts)
 
 
 def attend_to_all(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import marshal
+import pkgutil
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.profile import plain_value
 from h2o_prefill.session_file import checksum
 
@@ -59,7 +60,7 @@ class Origin:
     """What a cache was filled by."""
 
     model: weakref.ref[nn.Module]
-    settings: str  # all fields of those that built the state
+    settings: PrefillConfig  # those that built the state
     marks: Marks
     changed: str = ""  # what was not the same in all calls; empty: nothing
 
@@ -81,6 +82,12 @@ class Origin:
     def __reduce__(self) -> Any:
         # A reference cannot leave the process: pickled caches know no model.
         return type(None), ()
+
+
+def changed_text(what: str) -> str:
+    """Return the error for a cache whose model is not what it was in all calls."""
+    now = f"{CHANGED[what]} changed since it was filled"
+    return f"cache must be of one state of its model, whose {now}"
 
 
 def difference(one: Marks, other: Marks) -> str:
@@ -110,7 +117,7 @@ def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -
         hash(tuple(counts[False])),
         hash((*counts[True], *_active_adapters(model).items())),
         "" if select is None else _rule_word(select),
-        "" if token_text is None else _hexadecimal(checksum(token_text)),
+        "" if token_text is None else f"{checksum(token_text) % 2**64:016x}",
     )
 
 
@@ -142,11 +149,7 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
 
 
 def _rule_word(rule: Any) -> str:
-    """Return what tells one selection rule from another.
-
-    A function that its module has under its name goes by that. Of others their code and what they
-    were made with decides.
-    """
+    """Return what tells one selection rule from another: its name if its module has it, or code."""
     if isinstance(rule, functools.partial):
         made: list[Any] = [_rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
     else:
@@ -164,22 +167,15 @@ def _rule_word(rule: Any) -> str:
 
 def _is_importable(rule: Any) -> bool:
     try:
-        found: Any = importlib.import_module(rule.__module__)
-        for name in rule.__qualname__.split("."):
-            found = getattr(found, name)
-    except (AttributeError, ImportError):
+        return pkgutil.resolve_name(f"{rule.__module__}:{rule.__qualname__}") is rule
+    except (AttributeError, ImportError, ValueError):
         return False
-    return found is rule
 
 
 def _hash_of_config(model: Any) -> Any:
     config = model.config.get_text_config(decoder=True).to_dict()
     kept = {k: plain_value(v) for k, v in config.items() if k not in _NO_PART and k[0] != "_"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-
-
-def _hexadecimal(number: int) -> str:
-    return f"{number % 2**64:016x}"
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -226,10 +222,7 @@ def _numbers(module: Any, adapter: str) -> dict[str, Any]:
 def _tensors_of(
     model: nn.Module, keep_meta: bool = False
 ) -> Iterator[tuple[str, Tensor, str | None]]:
-    """Yield each weight's name, its tensors, and the adapter that it is of: active ones alone.
-
-    Names are those without adapters.
-    """
+    """Yield the name of each weight without adapters, its tensors, and its active adapter."""
     adapted = _adapted(model)
     for name, weight in sorted(model.state_dict().items()):
         owner = next((x for x in _parents(name) if x in adapted), None)

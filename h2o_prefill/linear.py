@@ -70,19 +70,10 @@ def linear_attention(
     """
     if not isinstance(feature_map, str):
         q, k, feature_map = feature_map(q), feature_map(k), "identity"
+    before, divisor = (None, None) if initial is None else initial
+    options = feature_map, chunk_size, causal, diagonal_once, normalize, scale
     out, state, normalizer = ops.chunkwise_linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        None if initial is None else initial.state,
-        None if initial is None or not normalize else initial.normalizer,
-        feature_map,
-        chunk_size,
-        causal,
-        diagonal_once,
-        normalize,
-        scale,
+        q, k, v, log_decay, before, divisor if normalize else None, *options
     )
     return out, LinearAttentionState(state, normalizer)
 
@@ -122,15 +113,15 @@ class ChunkwiseLinearAttention(nn.Module):
     >>> out, state, normalizer = attention(next_token, state, normalizer)
     """
 
-    log_decay: Optional[Tensor]  # noqa: UP045 (TorchScript reads annotations)
+    log_decay: Optional[Tensor]
 
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
-        num_kv_heads: Optional[int] = None,  # noqa: UP045
+        num_kv_heads: Optional[int] = None,
         feature_map: str = "elu+1",
-        log_decay: Optional[Tensor] = None,  # noqa: UP045
+        log_decay: Optional[Tensor] = None,
         chunk_size: int = 64,
         causal: bool = True,
         normalize: bool = True,
@@ -158,8 +149,8 @@ class ChunkwiseLinearAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        initial_state: Optional[Tensor] = None,  # noqa: UP045
-        initial_normalizer: Optional[Tensor] = None,  # noqa: UP045
+        initial_state: Optional[Tensor] = None,
+        initial_normalizer: Optional[Tensor] = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend with the tokens of one call.
 

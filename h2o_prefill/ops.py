@@ -378,10 +378,7 @@ def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig
 
 @_operator
 def lexical_recall(
-    token_ids: Tensor,
-    begin: int,
-    settings: PrefillConfig | str,
-    token_text: Tensor | None = None,
+    token_ids: Tensor, begin: int, settings: PrefillConfig | str, token_text: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Look up earlier matches of the n-gram that ends at each new token, and of its characters.
 

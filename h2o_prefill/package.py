@@ -226,8 +226,7 @@ class PrefillPackage:
         if rows is None:
             rows = torch.tensor([ids.shape[-1] - 1])
         with torch.no_grad():
-            logits: Tensor = self._session.forward(ids, rows)
-        return logits
+            return self._session.forward(ids, rows)
 
     def generate(
         self,
@@ -279,8 +278,7 @@ class PrefillPackage:
                     on_token(token)
                 elif token is None and on_progress is not None:
                     on_progress(answer.prefilled(), ids.shape[1])
-        tokens: list[int] = answer.tokens()
-        return tokens
+        return answer.tokens()
 
 
 def read_info(path: Path) -> PackageInfo:

@@ -97,19 +97,25 @@ def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
     yield cache_dir() / "profiles" / f"{architecture}.json"
 
 
-def count_heads(model: Any) -> tuple[int, int]:
-    """Return the decoder layers and the KV heads of a layer, as a model's config has them."""
+def heads_by_layer(model: Any) -> list[int]:
+    """Return the KV heads of each decoder layer, as a model's config has them; none if unknown."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
+    names = "num_hidden_layers", "num_key_value_heads", "num_attention_heads"
+    layers, heads, query_heads = (getattr(config, name, None) for name in names)
+    if not layers:
+        return []
+    heads = heads or query_heads or 1
+    if isinstance(heads, int):
+        return [heads] * (layers if isinstance(layers, int) else max(layers))
+    return [number or 0 for number in heads]  # a layer without attention has none
 
-    def largest(*names: str) -> int:
-        sizes = (getattr(config, name, None) for name in names)
-        found = next((size for size in sizes if size), 1)  # no heads without attention
-        return found if isinstance(found, int) else max(found)  # some have a number by layer
 
-    heads = largest("num_key_value_heads", "num_attention_heads")
-    return largest("num_hidden_layers"), heads
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
+    heads = heads_by_layer(model) or [1]
+    return len(heads), max(heads)
 
 
 def settings_of(
@@ -194,8 +200,7 @@ def _news(model: Any, profile: Profile) -> str:
     wide = sum(len(x) == 3 for x in profile.config.wide)
     if not wide:
         return f"{profile.name}: {profile.config.to_string()}"
-    layers, heads = count_heads(model)
-    return f"{profile.name}: {wide} of {layers * heads} KV heads keep more keys"
+    return f"{profile.name}: {wide} of {sum(heads_by_layer(model))} KV heads keep more keys"
 
 
 @functools.cache

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from h2o_prefill._atomic_write import first_line, native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import Checkpoint, PrefillState
 
-_Settings = torch.classes.h2o_prefill.PrefillConfig
 _File = torch.classes.h2o_prefill.SessionFile
 
 
@@ -40,7 +40,7 @@ class SessionLayer:
 class SessionFile:
     """What a session file holds. The tensors of one that was read are on the CPU."""
 
-    model: str  # what tells models apart whose keys differ, see `hf.cache.model_text`
+    model: str  # what tells models apart whose keys differ, see `identity.model_text`
     settings: str  # all fields, see `settings_fields`
     length: int
     token_ids: Tensor | None  # int64 [B, length]
@@ -97,18 +97,14 @@ class SessionFile:
         if self.token_ids is not None:
             tensors["token_ids"] = self.token_ids
         for number, layer in enumerate(self.layers):
-            tensors[f"layers.{number}.key"] = layer.key
-            tensors[f"layers.{number}.value"] = layer.value
-            if layer.state is not None:
+            held, state = {"key": layer.key, "value": layer.value}, layer.state
+            if state is not None:
                 # Tokens that came densely have score 0, with or without it in the state.
-                more = self.length - layer.state.scores.shape[2]
-                scores = torch.nn.functional.pad(layer.state.scores, (0, more))
-                tensors[f"layers.{number}.scores"] = scores
-                tensors[f"layers.{number}.memory"] = layer.state.memory
-                tensors[f"layers.{number}.errors"] = layer.state.errors
+                scores = pad(state.scores, (0, self.length - state.scores.shape[2]))
+                held |= {"scores": scores, "memory": state.memory, "errors": state.errors}
             if layer.checkpoints is not None:
-                for name, tensor in vars(layer.checkpoints).items():
-                    tensors[f"layers.{number}.checkpoint_{name}"] = tensor
+                held |= {f"checkpoint_{x}": y for x, y in vars(layer.checkpoints).items()}
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
         return tensors
 
 
@@ -122,23 +118,18 @@ def settings_fields(config: PrefillConfig) -> str:
     return str(config.native.to_fields())
 
 
-def settings_text(fields: str) -> str:
-    """Return the shortest text for settings that are written with every field."""
-    return str(_Settings.parse(fields).to_string())
-
-
 def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> SessionLayer:
     """Return a layer of a file that was read; state and checkpoints are copies."""
-    prefix, state, checkpoints = f"layers.{number}.", None, None
-    names = "memory", "scores", "errors"
-    if prefix + "scores" in tensors:
-        scores, memory, errors = (
-            tensors[prefix + name].clone() for name in ("scores", "memory", "errors")
-        )
-        state = PrefillState(scores, memory, length, begin, errors)
-    if prefix + "checkpoint_memory" in tensors:
-        checkpoints = Checkpoint(*(tensors[f"{prefix}checkpoint_{x}"].clone() for x in names))
-    return SessionLayer(tensors[prefix + "key"], tensors[prefix + "value"], state, checkpoints)
+    prefix = f"layers.{number}."
+    held = {x.removeprefix(prefix): y for x, y in tensors.items() if x.startswith(prefix)}
+    key, value = held.pop("key"), held.pop("value")
+    held, state, checkpoints = {name: x.clone() for name, x in held.items()}, None, None
+    if "scores" in held:
+        state = PrefillState(held["scores"], held["memory"], length, begin, held["errors"])
+    if "checkpoint_memory" in held:
+        names = "memory", "scores", "errors"
+        checkpoints = Checkpoint(*(held[f"checkpoint_{name}"] for name in names))
+    return SessionLayer(key, value, state, checkpoints)
 
 
 @contextlib.contextmanager

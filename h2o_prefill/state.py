@@ -49,6 +49,11 @@ def estimated_kl(errors: Sequence[Tensor], config: PrefillConfig) -> Tensor:
     return _KL_PER_ERROR[config.recall > 0] * share * error
 
 
+def score_dtype(key: Tensor) -> torch.dtype:
+    """Return the dtype of scores and lse: float32, or float64 for float64 keys."""
+    return torch.float64 if key.dtype == torch.float64 else torch.float32
+
+
 def no_errors(key: Tensor) -> Tensor:
     """Return the errors of a layer with keys [B, Hkv, T, D] before any is measured."""
     return key.new_zeros((*key.shape[:2], 4), dtype=torch.float32)
@@ -107,17 +112,13 @@ class PrefillState:
             return None
         if length >= self.length:
             return self
-        inside, queries = length > self.last_chunk_begin, self.queries
-        if queries is not None:
-            queries = queries[:, :, : length - self.last_chunk_begin]
-        return PrefillState(
-            scores=self.scores[..., :length],
-            memory=self.memory if inside else torch.full_like(self.memory, -1),
-            length=length,
-            last_chunk_begin=self.last_chunk_begin if inside else 0,
-            errors=self.errors,
-            queries=queries if inside else None,
-        )
+        cut = replace(self, scores=self.scores[..., :length], length=length)
+        if length <= self.last_chunk_begin:
+            memory = torch.full_like(self.memory, -1)
+            return replace(cut, memory=memory, last_chunk_begin=0, queries=None)
+        if self.queries is not None:
+            cut.queries = self.queries[:, :, : length - self.last_chunk_begin]
+        return cut
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefillState:
         """Return a state with every tensor changed."""
@@ -195,8 +196,13 @@ def unstacked_checkpoints(stacked: Checkpoint, chunk_size: int) -> dict[int, Che
     return {chunk_size * number: Checkpoint(*one) for number, one in enumerate(each, 1)}
 
 
+def with_room(memory: Tensor, size: int) -> Tensor:
+    """Return memory sets [B, Hkv, M] with room for `size` positions or more, -1 where absent."""
+    absent = size - memory.shape[2]
+    return pad(memory, (0, absent), value=-1) if absent > 0 else memory
+
+
 def empty_state(key: Tensor) -> PrefillState:
     """Return the state of a layer with keys [B, Hkv, T, D] before its first sparse call."""
-    kind = torch.float64 if key.dtype == torch.float64 else torch.float32
-    scores = key.new_empty((*key.shape[:2], 0), dtype=kind)
+    scores = key.new_empty((*key.shape[:2], 0), dtype=score_dtype(key))
     return PrefillState(scores, scores.int(), 0, 0, no_errors(key))

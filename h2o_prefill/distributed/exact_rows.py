@@ -17,10 +17,11 @@ from torch import Tensor
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed.group import Ranks
-from h2o_prefill.functional import LogitOptions, attend_to_all
+from h2o_prefill.functional import LogitOptions, attend_to_all, merge_all
+from h2o_prefill.state import score_dtype
 
 # A result, and the lse of its softmax.
-Partial = tuple[Tensor, Tensor]
+Partial = Sequence[Tensor]
 
 _QUERY, _ANSWER = 1, 2  # of the tags of a layer
 
@@ -40,12 +41,10 @@ class ExactRows:
         self._offered = threading.Condition()
         self._error: BaseException | None = None
         self._stopped = False
-        later = range(ranks.number + 1, ranks.count)
-        self._threads = [
-            threading.Thread(target=self._serve, args=(x,), daemon=True) for x in later
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for later in range(ranks.number + 1, ranks.count):
+            self._threads.append(threading.Thread(target=self._serve, args=(later,), daemon=True))
+            self._threads[-1].start()
 
     def ask(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
@@ -67,16 +66,14 @@ class ExactRows:
 
         @functools.cache
         def wait() -> Partial | None:
-            merged: Partial | None = None
+            parts = []
             shape = (*message.shape[:3], value.shape[3] + 1)
-            kind = torch.promote_types(query.dtype, torch.float32)
             for number, arrived in enumerate(sent):
-                part = torch.empty(shape, dtype=kind)
+                part = torch.empty(shape, dtype=score_dtype(query))
                 part = ranks.receive(number, part, layer, _tag(layer, _ANSWER)).to(query.device)
                 arrived()
-                found = part[..., :-1], part[..., -1]
-                merged = found if merged is None else ops.merge_states(*merged, *found)
-            return merged
+                parts.append((part[..., :-1], part[..., -1]))
+            return merge_all(parts)
 
         return wait
 
@@ -103,9 +100,8 @@ class ExactRows:
         earlier = before()
         parts = [] if earlier is None else [tuple(x[:, :, measured] for x in earlier)]
         parts += attend_to_range(query[:, :, rows], key, value, rows, begin, options)
-        exact, lse = (x.to(parts[0][1].dtype) for x in parts[0])
-        for other, other_lse in parts[1:]:
-            exact, lse = ops.merge_states(exact, lse, other.to(exact.dtype), other_lse)
+        kind = score_dtype(query)
+        exact, _ = merge_all((found.to(kind), lse.to(kind)) for found, lse in parts)
         sparse = out[:, :, rows - begin].to(exact.dtype)
         missed, whole = (x.square().sum(-1) for x in (sparse - exact, exact))
         ratio = torch.where(whole > 0, missed / whole, 0)
@@ -159,12 +155,12 @@ def attend_to_range(
 ) -> list[tuple[Tensor, ...]]:
     """Return the attention of rows of a chunk to its range, to the keys before `begin` and after.
 
-    query [B, Hq, n, D], and keys and values of the range. Row i sees the keys up to rows[i].
+    Row i of `query` [B, Hq, n, D] sees the keys up to rows[i].
     """
     parts, found = [], []
     if begin > 0:
         parts.append(attend_to_all(query, key[:, :, :begin], value[:, :, :begin], options))
-    kind = torch.promote_types(query.dtype, torch.float32)
+    kind = score_dtype(query)
     keys, values = (x[:, :, begin : int(rows[-1]) + 1].to(kind) for x in (key, value))
     for i, row in enumerate(rows.tolist()):
         seen = row + 1 - begin

@@ -49,16 +49,7 @@ class Ranks:
         self.group: Any = dist.group.WORLD if group is None else group
         self.layers = layers
         self.number, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the first number."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process has the last number."""
-        return self.number == self.count - 1
+        self.is_first, self.is_last = self.number == 0, self.number == self.count - 1
 
     def check_same(self, facts: dict[str, object]) -> None:
         """Raise ValueError, in every process, if a fact is not the same in all of them."""

@@ -12,21 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed.exact_rows import ExactRows
 from h2o_prefill.distributed.group import Ranks
-from h2o_prefill.functional import RecallLists, lists_of_rows
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.functional import RecallLists, lists_of_rows, merge_all
+from h2o_prefill.state import PrefillState, no_errors, score_dtype
 
 
-@dataclass
-class MemoryRows:
+class MemoryRows(NamedTuple):
     """The memory sets that the next chunk of one layer attends to, with their rows.
 
     Attributes
@@ -47,10 +46,6 @@ class MemoryRows:
     keys: Tensor
     values: Tensor
     errors: Tensor
-
-    def row_tensors(self) -> tuple[Tensor, ...]:
-        """Return all but the errors."""
-        return self.positions, self.scores, self.keys, self.values
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class CompactPast:
     def __init__(
         self, begin: int, needed: Tensor, key: Tensor, value: Tensor, memory: MemoryRows | None
     ) -> None:
-        rows = None if memory is None else (*memory.row_tensors(), memory.errors)
+        rows = None if memory is None else tuple(memory)
         self._native = torch.classes.h2o_prefill.CompactPast(begin, needed, key, value, 0, rows)
         self.table: Tensor = self._native.table()
         self.keys: Tensor = self._native.keys()
@@ -143,8 +138,7 @@ class CompactPast:
         """Return lists of recalled keys with the numbers of rows in place of positions."""
         if lists[0] is None:
             return lists
-        numbered: RecallLists = self._native.recall_lists(lists)
-        return numbered
+        return self._native.recall_lists(lists)
 
     def memory_rows(
         self, state: PrefillState, keys: Tensor, values: Tensor, config: PrefillConfig
@@ -221,9 +215,9 @@ class SequencePrefill:
         return CompactPast(self.begin, needed, torch.cat(keys, 2), torch.cat(values, 2), memory)
 
     def pass_on(self, layer: int, memory: MemoryRows) -> None:
-        """Send the memory sets after this range to the next process."""
+        """Send the memory sets after this range to the next process, the errors first."""
         self._send(self.ranks.number + 1, layer, memory.errors)
-        self._send(self.ranks.number + 1, layer, *memory.row_tensors())
+        self._send(self.ranks.number + 1, layer, *memory[:-1])
 
     def finish(self) -> None:
         """Wait until all messages have arrived."""
@@ -241,11 +235,8 @@ class SequencePrefill:
         parts = [torch.empty_like(mine) for _ in range(self.ranks.count)]
         with self.ranks.waiting(layer=layer):
             dist.all_gather(parts, mine, group=self.ranks.group)
-        states = [(part[..., :-1], part[..., -1]) for part in parts]
-        merged = states[0]
-        for state in states[1:]:
-            merged = ops.merge_states(*merged, *state)
-        return merged[0].to(out.dtype)
+        merged, _ = merge_all((part[..., :-1], part[..., -1]) for part in parts)
+        return merged.to(out.dtype)
 
     def _receive_memory(
         self, layer: int, key: Tensor, value: Tensor, config: PrefillConfig
@@ -253,15 +244,14 @@ class SequencePrefill:
         errors, sender = no_errors(key), self.ranks.number - 1
         self._receive(sender, layer, errors)
         shape = (*key.shape[:2], config.native.memory_width(errors))
-        scores = torch.float64 if key.dtype == torch.float64 else torch.float32
         memory = MemoryRows(
             key.new_empty(shape, dtype=torch.int32),
-            key.new_empty(shape, dtype=scores),
+            key.new_empty(shape, dtype=score_dtype(key)),
             key.new_empty(*shape, key.shape[3]),
             value.new_empty(*shape, value.shape[3]),
             errors,
         )
-        self._receive(sender, layer, *memory.row_tensors())
+        self._receive(sender, layer, *memory[:-1])
         return memory
 
     def _send(self, receiver: int, layer: int, *tensors: Tensor) -> None:

@@ -12,8 +12,7 @@
 | | dense.py | the attention that the model had before |
 | | parallel.py | models and prompts that are spread over several processes |
 | 3 | forward.py, call.py | what one forward knows; one call to attend |
-| 2 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
-| | session.py | session files of caches |
+| 2 | cache.py, layer.py | caches that calls of one prompt share, with session files; their layers |
 | 1 | kinds.py | kinds of layers, windows, padding |
 """
 

@@ -14,6 +14,7 @@ from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.dense import (
     attend_densely,
+    attend_in_window,
     in_autocast_dtype,
     mask_in_graph,
     with_candidates,
@@ -23,7 +24,7 @@ from h2o_prefill.hf.kinds import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import ShardedLayer, attend_sharded
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.state import no_errors
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
@@ -77,7 +78,7 @@ def _attend(call: Call) -> Attended:
         if layer is None:
             out = attend_functionally(query, key, value, None, told)[0]
         else:
-            out = layer.attend_in_graph(prompt, call.graph.candidates, told)
+            out = layer.attend_in_graph(prompt, key.shape[2] - call.graph.candidates, told)
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous(), None
 
 
@@ -95,38 +96,27 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
     assert call.context is not None  # Else it is dense.
     layer, select, config = call.cache_layer, call.enabled.select, call.config
-    total = call.past + prompt.shape[2]
-    if layer is None:
-        out, state = _attend_and_return(call, prompt, key[:, :, :total], value[:, :, :total], None)
-        call.enabled.note_errors(call.layer, state.errors)
-        return out
-    assert isinstance(layer, ChunkedPrefillLayer)
-    call.context.keep_state(layer)
-    if select is None and layer.holds(key, value):
-        recall, settings = _recall_lists(call), config.to_string()
-        told = LayerOptions(recall, call.number, settings, call.logit_options)
+    assert layer is None or isinstance(layer, ChunkedPrefillLayer)
+    if layer is not None:
+        call.context.keep_state(layer)
+    total, recall = call.past + prompt.shape[2], _recall_lists(call)
+    if layer is not None and select is None and layer.holds(key, value):
+        told = LayerOptions(recall, call.number, config.to_string(), call.logit_options)
         out = layer.attend(prompt, total, config, told)
-    else:
-        keys, values = key[:, :, :total], value[:, :, :total]
-        out, layer.state = _attend_and_return(call, prompt, keys, values, layer.state)
-    call.enabled.note_errors(call.layer, layer.errors)
+        call.enabled.note_errors(call.layer, layer.errors)
+        return out
+    keys, values, before = key[:, :, :total], value[:, :, :total], getattr(layer, "state", None)
+    given = config.of_layer(call.layer), recall, *call.logit_options, call.layer, select
+    out, state = sparse_attention(prompt, keys, values, before, *given)
+    if layer is not None:
+        layer.state = state
+    call.enabled.note_errors(call.layer, state.errors)
     return out
 
 
-def _attend_and_return(
-    call: Call, prompt: Tensor, key: Tensor, value: Tensor, state: PrefillState | None
-) -> tuple[Tensor, PrefillState]:
-    """Prefill one layer sparsely, by the selection rule if there is one; return the state."""
-    config = call.config.of_layer(call.layer)
-    given = config, _recall_lists(call), *call.logit_options, call.layer, call.enabled.select
-    return sparse_attention(prompt, key, value, state, *given)
-
-
 def _attend_padded(call: Call, padding: Padding) -> Tensor:
-    """Attend in a padded batch: every row is computed as if it were alone, without its padding.
-
-    No state is kept, since its positions would be other tokens in every row, but for the errors.
-    """
+    """Attend with every row of a padded batch as if it were alone, without its padding."""
+    # No state is kept but for the errors: its positions would be other tokens in every row.
     config, options = call.config.of_layer(call.layer), call.logit_options
     select = call.enabled.select
     errors = no_errors(call.key)
@@ -135,7 +125,7 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
         first, end = span
         length = min(end, call.prompt_rows) - first
         if not padding.fits(span):
-            return call.attend_in_window(q, k, v, end - first)
+            return attend_in_window(call, q, k, v, end - first)
         if call.config.exact or not is_long_row(length, call.config):
             return ops.dense_attention(q, k, v, *options)
         recall = _recall_lists(call, span, rows)

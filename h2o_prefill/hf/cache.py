@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import os
 import weakref
 from collections.abc import Callable
@@ -26,11 +27,25 @@ from transformers.cache_utils import (
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_in_buffers
+from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
-from h2o_prefill.hf.session import fill, session_of
-from h2o_prefill.identity import Origin
-from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
-from h2o_prefill.state import no_errors
+from h2o_prefill.identity import (
+    Marks,
+    Origin,
+    changed_text,
+    difference,
+    marks_of,
+    model_text,
+    old_model_hash,
+)
+from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
+from h2o_prefill.state import (
+    no_errors,
+    score_dtype,
+    stacked_checkpoints,
+    unstacked_checkpoints,
+    with_room,
+)
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -152,7 +167,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     @property
     def settings(self) -> str | None:
         """Settings that built the state of the cache, as a text; None for a new cache."""
-        return None if self._origin is None else settings_text(self._origin.settings)
+        return None if self._origin is None else self._origin.settings.to_string()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything that the prompt needs to go on into a session file.
@@ -175,7 +190,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         OSError
             If the file cannot be written.
         """
-        session_of(self.layers, self.token_ids, self._origin).write(path)
+        _session_of(self.layers, self.token_ids, self._origin).write(path)
 
     @classmethod
     def load(
@@ -209,8 +224,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         session = SessionFile.read(path, verify)
         cache = cls(config=model.config)
         try:
-            cache._origin = fill(cache.layers, session, model)
-            cache.min_prefill = PrefillConfig.parse(session.settings).sparse_from
+            cache._origin = _fill(cache.layers, session, model)
+            cache.min_prefill = cache._origin.settings.sparse_from
         except ValueError as error:
             raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
         ids = session.token_ids
@@ -273,11 +288,11 @@ def note_use(
     before, new = cache._origin if past else None, (length_of(cache) or 0) - past
     # Weights are looked at once a prompt and question, not with every decoded token.
     marks = enabled.marks(model) if before is None or new != 1 else before.marks
-    now = Origin(weakref.ref(model), settings_fields(config), marks)
-    if before is not None and before.settings != now.settings and enabled.config.is_auto:
+    now = Origin(weakref.ref(model), config, marks)
+    if before is not None and enabled.config.is_auto:
         # A prompt that was too short may have become sparse.
-        same = PrefillConfig.parse(before.settings).with_min_prefill(config.sparse_from)
-        before = replace(before, settings=settings_fields(same))
+        same = before.settings.with_min_prefill(config.sparse_from)
+        before = replace(before, settings=same)
     cache._origin = now if before is None else before.after(now, was_sparse)
 
 
@@ -286,6 +301,76 @@ def leave_shared(cache: Any) -> None:
     for layer in getattr(cache, "layers", None) or ():
         if isinstance(layer, ChunkedPrefillLayer):
             layer.leave_shared()
+
+
+def _session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | None) -> SessionFile:
+    """Return what a session file holds of a cache with such layers; ValueError if none can."""
+    model = None if origin is None else origin.model()
+    if origin is None or model is None:
+        raise ValueError("cache must have been used by an enabled model that still exists")
+    changed = "" if origin.changed == "settings" else origin.changed
+    # The weights and adapters of now; rule and tokenizer of then.
+    changed = changed or difference(origin.marks, Marks(*marks_of(model)[:2], *origin.marks[2:]))
+    if changed:
+        raise ValueError(changed_text(changed))
+    config, held = origin.settings, []
+    kinds = [_rows_of(layer, 1) for layer in layers]
+    length = int(layers[0].get_seq_length()) if kinds else 0
+    for number, layer in enumerate(layers):
+        rows = _rows_of(layer, length)
+        if length == 0 or layer.get_seq_length() != length or layer.keys.shape[2] != rows:
+            raise ValueError("cache must hold the same tokens in every layer, and at least one")
+        if getattr(layer, "padded", False):
+            raise ValueError("cache must not be of a padded batch")
+        state = getattr(layer, "state", None)
+        if state is not None:
+            # Other settings may have made the sets wider or narrower.
+            absent = config.of_layer(number).memory_size - state.memory.shape[2]
+            state = replace(state, memory=pad(state.memory, (0, absent), value=-1))
+        kept = getattr(layer, "checkpoints", None) or {}
+        checkpoints = stacked_checkpoints(kept, config.chunk_size)
+        held.append(SessionLayer(layer.keys, layer.values, state, checkpoints))
+    text, settings = model_text(model, origin.marks), settings_fields(config)
+    return SessionFile(text, settings, length, token_ids, held)
+
+
+def _fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
+    """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
+    enabled = enabled_of(model.config)
+    marks = marks_of(model) if enabled is None else enabled.marks(model)
+    if enabled is None:  # then rule, tokenizer and settings come from the file
+        words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
+        marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
+    text = old_model_hash(model) if session.version == 1 else model_text(model, marks)
+    session.check_origin(text, None if enabled is None else enabled.config)
+    wanted = [_rows_of(layer, session.length) for layer in layers]
+    found = [held.key.shape[2] for held in session.layers]
+    if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):
+        raise ValueError(f"it must have {wanted} tokens of the layers, got {found}")
+    config = PrefillConfig.parse(session.settings)
+    for layer, held, rows in zip(layers, session.layers, wanted, strict=True):
+        key, value = (x[:, :, -rows:].to(model.device) for x in (held.key, held.value))
+        layer.lazy_initialization(key, value)
+        layer.keys, layer.values = key, value
+        if not isinstance(layer, ChunkedPrefillLayer):
+            layer.cumulative_length = session.length
+            continue
+        layer.state = held.state
+        if held.checkpoints is not None:
+            layer.checkpoints = unstacked_checkpoints(held.checkpoints, config.chunk_size)
+    return Origin(weakref.ref(model), config, marks)
+
+
+def _rows_of(layer: Any, length: int) -> int:
+    """Return how many of the last tokens a layer holds; ValueError for kinds without a session."""
+    if type(layer) is ChunkedPrefillLayer:
+        return length
+    if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:
+        return min(length, layer.sliding_window - 1)
+    raise ValueError(
+        "cache must have full attention or sliding windows alone, got a layer of "
+        f"{type(layer).__name__}"
+    )
 
 
 def branch_of(layer: Any, room: int) -> Any:
@@ -300,39 +385,27 @@ class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill."""
 
     padded = False  # Rows with padding are never prefilled sparsely here.
-    scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
-    # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
-    memory: Tensor | None
-    errors: Tensor | None  # float32 [B, Hkv, 4], as the operators take them
-    # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
-    added: tuple[Tensor, Tensor] | None
-    attended: bool  # whether `attend` was called in the forward that is under way
-
-    memory_size: int  # room for the memory sets of all forwards so far
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
-        self.scores = self.memory = self.errors = self.added = None
-        self.attended, self.memory_size = False, 0
-
-    @classmethod
-    def in_place_of(cls, layer: StaticLayer) -> StaticPrefillLayer:
-        """Return a layer with the buffers of one that is empty."""
-        made = cls(layer.max_cache_len)
-        vars(made).update(vars(layer))
-        return made
+        # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
+        self.scores: Tensor | None = None
+        self.memory: Tensor | None = None
+        self.errors: Tensor | None = None
+        # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
+        self.added: tuple[Tensor, Tensor] | None = None
+        self.attended = False  # whether `attend` was called in the forward that is under way
+        self.memory_size = 0  # room for the memory sets of all forwards so far
 
     def prepare(self, memory_size: int) -> None:
         """Make room for the memory sets of a forward."""
-        self.added = None
-        self.attended = False
+        self.added, self.attended = None, False
         self.memory_size = max(self.memory_size, memory_size)
         if self.is_initialized and (self.scores is None or self.scores.device != self.device):
             self._allocate()
-        elif self.memory is not None and self.memory.shape[2] < self.memory_size:
-            # The settings have changed since: a larger set continues from the smaller one.
-            grown = self.memory_size - self.memory.shape[2]
-            self.memory = pad(self.memory, (0, grown), value=-1)
+        elif self.memory is not None:
+            # If the settings have changed since, a larger set continues from the smaller one.
+            self.memory = with_room(self.memory, self.memory_size)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -341,7 +414,6 @@ class StaticPrefillLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values after the existing ones; return the buffers."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():
@@ -361,24 +433,20 @@ class StaticPrefillLayer(StaticLayer):
     def reset(self) -> None:
         super().reset()
         self.added = None
-        if self.scores is not None and self.memory is not None and self.errors is not None:
-            self.scores.zero_()
-            self.memory.fill_(-1)
-            self.errors.zero_()
+        for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
+            if (held := getattr(self, name)) is not None:
+                held.fill_(empty)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.scores is not None and self.memory is not None and self.errors is not None:
-            rows = beam_idx.to(self.scores.device)
-            self.scores = self.scores.index_select(0, rows)
-            self.memory = self.memory.index_select(0, rows)
-            self.errors = self.errors.index_select(0, rows)
+        for name in ("scores", "memory", "errors"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.index_select(0, beam_idx.to(held.device)))
 
     def _allocate(self) -> None:
         assert self.keys is not None
         shape = self.keys.shape[:3]
-        kind = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
-        self.scores = self.keys.new_zeros(shape, dtype=kind)
+        self.scores = self.keys.new_zeros(shape, dtype=score_dtype(self.keys))
         self.memory = self.keys.new_full((*shape[:2], self.memory_size), -1, dtype=torch.int32)
         self.errors = no_errors(self.keys)
         if not torch.compiler.is_dynamo_compiling():
@@ -399,15 +467,14 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         self._replace_layers()
 
     def _replace_layers(self) -> None:
-        self.layers[:] = [
-            StaticPrefillLayer.in_place_of(layer) if type(layer) is StaticLayer else layer
-            for layer in self.layers
-        ]
+        for number, layer in enumerate(self.layers):
+            if type(layer) is StaticLayer:
+                self.layers[number] = StaticPrefillLayer(layer.max_cache_len)
+                vars(self.layers[number]).update(vars(layer))
         self._token_ids = []
         self._position = torch.zeros(2, dtype=torch.int64)
 
     def begin(self, config: PrefillConfig) -> None:
-        """Make room for the memory sets of a forward."""
         for layer in self.layers:
             if isinstance(layer, StaticPrefillLayer):
                 layer.prepare(config.memory_size)
@@ -431,10 +498,7 @@ def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
     taken = getattr(cache, "_h2o_prefill_cache", None)
     if taken is not None and taken.layers is cache.layers:
         return taken
-    kinds: dict[type, type[Any]] = {
-        DynamicCache: ChunkedPrefillCache,
-        StaticCache: StaticPrefillCache,
-    }
+    kinds: Any = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
     kind = kind or kinds.get(type(cache))
     offloaded = kind is StaticPrefillCache and cache.offloading
     if kind is None or offloaded or length_of(cache) != 0:

@@ -19,16 +19,7 @@ from h2o_prefill.hf.forward import (
     call_in_graph,
     current_context,
 )
-from h2o_prefill.hf.kinds import (
-    Padding,
-    Window,
-    attend_in_chunks,
-    attend_in_window,
-    is_causal,
-    layer_type,
-    window_of,
-    windows_ahead,
-)
+from h2o_prefill.hf.kinds import Padding, Window, is_causal, window_of, windows_ahead
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
@@ -96,7 +87,6 @@ class Call:
 
     @property
     def hf_config(self) -> Any:
-        """The Hugging Face config of the layer."""
         return getattr(self.module, "config", None)
 
     @property
@@ -106,7 +96,6 @@ class Call:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the layer is causal in this call."""
         return is_causal(self.module, self.kwargs)
 
     @property
@@ -150,23 +139,10 @@ class Call:
         index = getattr(self.module, "layer_idx", None)
         return index if isinstance(index, int) and index >= 0 else None
 
-    def attend_in_window(self, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
-        """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
-        size = window_of(self.module)
-        assert size is not None
-        if layer_type(self.module) == "chunked_attention":
-            return attend_in_chunks(query, key, value, size, end, self.logit_options)
-        return attend_in_window(query, key, value, size, self.logit_options)
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Attention sinks [Hq], one more logit of each query head's softmax."""
-        return self.kwargs.get("s_aux")
-
     @property
     def logit_options(self) -> LogitOptions:
-        """How the operators make logits."""
-        return self.scaling, self.sinks, self.kwargs.get("softcap") or 0.0
+        """How the operators make logits; sinks [Hq] are one more for each query head's softmax."""
+        return self.scaling, self.kwargs.get("s_aux"), self.kwargs.get("softcap") or 0.0
 
     def count(self, reason: str | None) -> None:
         """Count the call of its layer, None: sparse; warn of a reason that is not by design."""
@@ -181,28 +157,20 @@ class Call:
             self.enabled.report(f"dense attention: {reason}")
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this key, once per forward."""
         return make() if self.context is None else self.context.shared(key, make)
 
     def given(self, *names: str) -> bool:
-        """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
 
 
 def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., Attended]:
     """Turn a function of a `Call` into an attention function of transformers."""
 
-    def attention(*args: Any, **kwargs: Any) -> Attended:
-        return attend(Call.of(*args, **kwargs))
-
-    return attention
+    return lambda *args, **kwargs: attend(Call.of(*args, **kwargs))
 
 
 def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Layer:
-    """Return the layer of the caller's cache that holds the keys of a call, if it is one of ours.
-
-    Multi-head latent attention caches latents, one for each key.
-    """
+    """Return the layer of the caller's cache that holds the keys of a call, if it is ours."""
     layer = context.layer_of(module)
     if getattr(layer, "keys", None) is not key:
         # Recurrent models have several cache layers for one module.
@@ -210,9 +178,9 @@ def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Lay
         layer = next((one for one in layers if getattr(one, "keys", None) is key), layer)
     if isinstance(layer, StaticPrefillLayer):
         return layer if layer.keys is key else None
-    if not isinstance(layer, ChunkedPrefillLayer):
-        return None
-    return layer if layer.get_seq_length() == key.shape[2] else None
+    # Multi-head latent attention caches latents, one for each key.
+    ours = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
+    return layer if ours else None
 
 
 def _window_of_call(
@@ -228,19 +196,14 @@ def _window_of_call(
 def _padding_of_call(
     module: nn.Module, context: ForwardContext | None, window: Window | None, sizes: tuple[int, ...]
 ) -> Padding | None:
-    """Return the padding of the rows of a call; `sizes` are batch, queries and keys.
-
-    Other attention of the same forward, such as that to the states of an encoder, may be of the
-    same size.
-    """
+    """Return the padding of the rows of a call; `sizes` are batch, queries and keys."""
     if context is None:
         return None
-    padding = context.paddings.get(sizes[1])
-    if window is not None:
-        padding = window.padding
-        # Of a window that cuts every long row, no row is sparse.
-        if padding is not None and not padding.has_long_row(context.config):
-            return None
+    padding = context.paddings.get(sizes[1]) if window is None else window.padding
     if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
         return None
+    # Of a window that cuts every long row, no row is sparse.
+    if window is not None and not padding.has_long_row(context.config):
+        return None
+    # Attention to something else in the same forward, as an encoder, may be of the same size.
     return padding if is_causal(module, {}) else None

@@ -63,13 +63,11 @@ def attend_densely(call: Call) -> Attended:
 def call_function(
     function: Callable[..., Any], call: Call, key: Tensor, value: Tensor, mask: Any
 ) -> Attended:
-    """Call an attention function of transformers."""
     options = {"dropout": call.dropout, "scaling": call.scaling, **call.kwargs}
     bias = options.get("position_bias")
     if isinstance(bias, Tensor) and bias.shape[-1] == call.key.shape[2]:
         options["position_bias"] = bias[..., : key.shape[2]]  # without unused slots, as the keys
-    out: Attended = function(call.module, call.query, key, value, mask, **options)
-    return out
+    return function(call.module, call.query, key, value, mask, **options)
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any]:
@@ -77,13 +75,11 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
     for base in type(module).__mro__:
         found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if found is not None:
-            function: Callable[..., Any] = found
-            return function
+            return found
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward to fall back to")
 
 
 def _implementation(call: Call) -> str:
-    """Return the name of the attention implementation to fall back to."""
     hf_config = call.hf_config
     # Without a context the forward began before the model was enabled, or it is another one's.
     enabled = enabled_of(hf_config) if call.context is None else call.context.enabled
@@ -93,13 +89,10 @@ def _implementation(call: Call) -> str:
     if name == "sdpa" and call.given("position_bias"):
         parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
         name = name if "position_bias" in parameters else "eager"  # Some versions drop it.
-    if name == "sdpa" and call.given(*EAGER_ONLY):
-        return "eager"
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
-        # A mask made outside of the forward has sdpa's format, and no other implementation takes
-        # it.
-        return "eager" if call.given(*EAGER_ONLY) else "sdpa"
-    return name
+        # A mask made outside of the forward has sdpa's format, which no other implementation takes.
+        name = "sdpa"
+    return "eager" if name == "sdpa" and call.given(*EAGER_ONLY) else name
 
 
 def _default_implementation(module: nn.Module) -> str:
@@ -110,21 +103,45 @@ def _default_implementation(module: nn.Module) -> str:
 
 
 def _attend_in_window(call: Call, window: Window) -> Tensor:
-    """Attend in a window; rows of a padded batch as if they were alone."""
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     if window.padding is None:
-        return call.attend_in_window(query, key, value, window.end).transpose(1, 2)
+        return attend_in_window(call, query, key, value, window.end).transpose(1, 2)
     return window.padding.attend(
-        query, key, value, lambda q, k, v, *_: call.attend_in_window(q, k, v, q.shape[2])
+        query, key, value, lambda q, k, v, *_: attend_in_window(call, q, k, v, q.shape[2])
     )
 
 
-def _sdpa_reads_as_causal(call: Call) -> bool:
-    """Return whether sdpa's function would take the call for plain causal.
+def attend_in_window(call: Call, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
+    """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
+    size, options = window_of(call.module), call.logit_options
+    assert size is not None
+    if layer_type(call.module) == "chunked_attention":
+        return _attend_in_chunks(query, key, value, size, end, options)
+    if query.shape[2] == 1 or size >= key.shape[2]:
+        # All rows see the same first key: plain causal attention, which may be PyTorch's.
+        return ops.dense_attention(query, key[:, :, -size:], value[:, :, -size:], *options)
+    return ops.sliding_window_attention(query, key, value, size, *options)[0]
 
-    Without a mask that function lets one query see every key, and is causal from the first key on
-    for more; after a history that means something else than ours, unless we made the masks.
-    """
+
+def _attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, size: int, end: int, options: LogitOptions
+) -> Tensor:
+    first_query, first_key = end - query.shape[2], end - key.shape[2]
+    parts, begin = [], first_query
+    while begin < end:
+        chunk = begin // size * size
+        stop = min(chunk + size, end)
+        rows = query[:, :, begin - first_query : stop - first_query]
+        seen = slice(max(chunk - first_key, 0), stop - first_key)
+        parts.append(ops.dense_attention(rows, key[:, :, seen], value[:, :, seen], *options))
+        begin = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _sdpa_reads_as_causal(call: Call) -> bool:
+    """Return whether sdpa's function would take the call for plain causal."""
+    # Without a mask that function lets one query see every key, and is causal from the first key on
+    # for more; after a history that means something else than ours, unless we made the masks.
     reads_as_causal = call.new == 1 or call.past == 0 or _needs_causal_mask(call)
     return call.mask is None and call.window is None and call.padding is None and reads_as_causal
 
@@ -144,7 +161,6 @@ def suits_our_operators(call: Call) -> bool:
 
 
 def _mask(call: Call, name: str) -> Any:
-    """Return the call's mask in the format of the implementation."""
     mask, padding, window = call.mask, call.padding, call.window
     if window is not None:
         mask = call.shared(window, window.make_mask)
@@ -170,11 +186,9 @@ def _mask(call: Call, name: str) -> Any:
 
 
 def _needs_causal_mask(call: Call) -> bool:
-    """Return whether no mask means causal up to the last key, since our mask function said so.
-
-    Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
-    static cache, and eager as no mask at all.
-    """
+    """Return whether no mask means causal up to the last key, since our mask function said so."""
+    # Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an
+    # empty static cache, and eager as no mask at all.
     if call.past < 0 or not call.is_causal:
         return False
     if call.context is None:
@@ -210,11 +224,9 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hide_other_keys(call: Call, mask: Any) -> Any:
-    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose.
-
-    Models that choose their own keys hide the others themselves, but only for those two names. For
-    every other they pass the choice to the attention function and leave the mask alone.
-    """
+    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose."""
+    # Models that choose their own keys hide the others themselves, but only for those two names.
+    # For every other they pass the choice to the attention function and leave the mask alone.
     blocks = call.kwargs.get("block_indices")
     if blocks is not None:
         positions = call.kwargs.get("position_ids")
@@ -285,10 +297,7 @@ def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
 def with_candidates(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Append the output of `query`, whose rows verify candidates, to `out`.
-
-    They attend as decoded tokens do, and leave no trace in the state.
-    """
+    """Append the output of the rows that verify candidates: as decoded tokens, without a trace."""
     rows = out.shape[2]
     if rows == query.shape[2]:
         return out

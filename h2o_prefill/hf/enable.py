@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.functional import NO_RECALL
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.cache import (
     CACHE_NAMES,
@@ -32,11 +32,7 @@ from h2o_prefill.hf.forward import (
     context_of,
     leave_context,
 )
-from h2o_prefill.hf.kinds import (
-    NAME,
-    enabled_of,
-    is_unpadded,
-)
+from h2o_prefill.hf.kinds import NAME, enabled_of, is_unpadded
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (
@@ -49,7 +45,7 @@ from h2o_prefill.hf.parallel import (
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.identity import model_text
-from h2o_prefill.profile import count_heads, settings_of
+from h2o_prefill.profile import heads_by_layer, settings_of
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -58,27 +54,20 @@ class PrefillHandle:
     """Sparse prefill of one model, on until `disable` is called or its `with` ends."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PrefillConfig,
-        strict: bool,
-        token_text: Tensor | None = None,
-        profile: str = "",
-        process_group: Any = None,
-        select: SelectionRule | None = None,
+        self, model: PreTrainedModel, state: EnabledState, process_group: Any = None
     ) -> None:
         self.model = model
-        self.config = config
-        self.strict = strict
-        self.active = False
+        self.state = state
+        self.config = state.config
+        self.process_group = process_group
         self._entered = False
         self._text: tuple[Any, str] | None = None
-        self.token_text = token_text
-        self.profile = profile
-        self.process_group = process_group
-        self.select = select
-        self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is enabled through this handle."""
+        return self.state.on
 
     def enable(self) -> PrefillHandle:
         """Enable the model, in place of a handle that was active before.
@@ -86,39 +75,35 @@ class PrefillHandle:
         A handle that cannot be enabled leaves the one before as it was. Raises what the function
         `enable` raises, and ValueError if the model shares its config object with an enabled one.
         """
-        earlier = _handles_of(self.model)
+        earlier, before = handles_of(self.model), self.state
         for handle in earlier:
             handle.disable()
-        enabled = self.state
         try:
-            self.state = self._new_enabled_state()
+            self.state = self._new_state()
             self._switch_on()
         except BaseException:
-            self.state = enabled
+            self.state = before
             for handle in earlier:
                 handle._switch_on()
             raise
         return self
 
-    def _new_enabled_state(self) -> EnabledState:
-        configs = _configs_of(self.model)
+    def _new_state(self) -> EnabledState:
+        configs, before = _configs_of(self.model), self.state
         if any(enabled_of(config) for config in configs):
             raise ValueError(
-                f"{_name(self.model)} shares its config object with a model that is enabled; "
-                "give each model its own (copy.deepcopy)"
+                f"{type(self.model).__name__} shares its config object with a model that is "
+                "enabled; give each model its own (copy.deepcopy)"
             )
-        previous = [(c, c._attn_implementation) for c in configs]
-        by_mask = causal_by_mask(self.model, configs, self.config)
-        reported = self.state.reported
         return EnabledState(
-            self.config,
-            self.strict,
-            previous,
-            reported,
-            by_mask,
-            token_text=self.token_text,
-            profile=self.profile,
-            select=None if self.select is None else Selector(self.select),
+            before.config,
+            before.strict,
+            [(config, config._attn_implementation) for config in configs],
+            before.reported,
+            causal_by_mask(self.model, configs, before.config),
+            token_text=before.token_text,
+            profile=before.profile,
+            select=None if before.select is None else Selector(before.select.rule),
         )
 
     def _switch_on(self) -> None:
@@ -128,11 +113,10 @@ class PrefillHandle:
             look_at_layers(self.model, self.state)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
-                    self._hooks += ForwardHook(module, self.state, self).attach(module)
+                    self._hooks += ForwardHook(module, self).attach(module)
             self.state.mark(on=True)
-            self.active = True
         finally:
-            if not self.active:
+            if not self.state.on:
                 self._restore()
 
     def disable(self) -> None:
@@ -141,8 +125,9 @@ class PrefillHandle:
         Raises RuntimeError during a forward of the model, in this thread or in another.
         """
         if self.state.on:
-            check_idle(self.state, _name(self.model))
-            self._switch_off()
+            check_idle(self.state, type(self.model).__name__)
+            self.state.mark(on=False)
+            self._restore()
 
     def model_text(self) -> str:
         """Return what tells models apart; weights are read again only where they have changed."""
@@ -156,7 +141,7 @@ class PrefillHandle:
         return explain(self.model)
 
     def __repr__(self) -> str:
-        where = f"on {_name(self.model)}" if self.active else f"off {_name(self.model)}"
+        where = f"{'on' if self.active else 'off'} {type(self.model).__name__}"
         return f"<PrefillHandle {self.config.to_string()!r} {where}>"
 
     def __enter__(self) -> PrefillHandle:
@@ -180,11 +165,6 @@ class PrefillHandle:
         if self.active:
             register()
             self.state.mark(on=True)
-
-    def _switch_off(self) -> None:
-        self.active = False
-        self.state.mark(on=False)
-        self._restore()
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -269,17 +249,23 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen, profile = settings_of(model, config, overrides)
-    if hasattr(model.config.get_text_config(decoder=True), "num_hidden_layers"):
-        chosen.check_fits(*count_heads(model))
+    if heads := heads_by_layer(model):
+        chosen.check_fits(len(heads), max(heads))
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:
         chosen = chosen.resolved(chosen.chunk_size, chosen.chunk_size)
         check_shardable(model, chosen)
-    text = text_for(tokenizer, chosen)
     if select is not None and (chosen.exact or process_group is not None):
         raise ValueError("select must not be given with exact=True or a process_group")
-    return PrefillHandle(model, chosen, strict, text, profile, process_group, select).enable()
+    state = EnabledState(
+        chosen,
+        strict,
+        token_text=text_for(tokenizer, chosen),
+        profile=profile,
+        select=None if select is None else Selector(select),
+    )
+    return PrefillHandle(model, state, process_group).enable()
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -289,7 +275,7 @@ def disable(model: PreTrainedModel) -> None:
 
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
     """
-    for handle in _handles_of(model):
+    for handle in handles_of(model):
         handle.disable()
 
 
@@ -298,7 +284,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
 
     The model may be enabled or not. `print` the report for a table.
     """
-    handles = _handles_of(model)
+    handles = handles_of(model)
     return report_of(model, handles[0].state if handles else None)
 
 
@@ -309,7 +295,7 @@ def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
     The handle may be enabled and disabled in the block. At its end the model is as before, with
     the calls and errors that were counted before.
     """
-    handles = _handles_of(model)
+    handles = handles_of(model)
     states = [handle.state for handle in handles]
     try:
         for handle in handles:
@@ -336,12 +322,13 @@ def register() -> str:
     return NAME
 
 
-def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
+def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
     """Return the handles that a model, or one inside of it, is enabled through, each once."""
     if not isinstance(model, nn.Module):
         raise no_model(model)
-    handles = (handle_of(module) for module in model.modules())
-    return list({id(handle): handle for handle in handles if handle is not None}.values())
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    ours = (x for x in hooks if isinstance(x, partial) and x.func is before_forward)
+    return list(dict.fromkeys(hook.args[0].handle for hook in ours))
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
@@ -350,10 +337,9 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
     waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop(0)
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            continue
-        found[id(config)] = config
-        waiting += [getattr(config, name, None) for name in config.sub_configs]
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
 
 
@@ -369,24 +355,10 @@ def _switch(model: PreTrainedModel) -> None:
     # Transformers only logs a warning when a model cannot be switched over.
     if config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise ValueError(
-            f"{_name(model)} does not use transformers' attention interface, so its attention "
-            "cannot be replaced"
+            f"{type(model).__name__} does not use transformers' attention interface, so its "
+            "attention cannot be replaced"
         )
 
-
-def _name(thing: object) -> str:
-    return type(thing).__name__
-
-
-# Arguments of a model that the hooks read, besides the cache.
-READ_ARGUMENTS = (
-    "input_ids",
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "attention_mask",
-    "position_ids",
-)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -394,14 +366,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class ForwardHook:
     """Hooks that open a context before a forward and close it after, even if it raises."""
 
-    def __init__(self, model: nn.Module, enabled: EnabledState, handle: Any) -> None:
-        self.enabled = enabled
+    def __init__(self, model: nn.Module, handle: PrefillHandle) -> None:
         self.handle = handle
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.makes_caches = "cache" in self.names or "past_key_values" in self.names
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Register the hooks and return their handles."""
         # Not bound methods, which dynamo would look into.
         return [
             model.register_forward_pre_hook(note_compilation),
@@ -412,10 +382,10 @@ class ForwardHook:
         ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `cache` and the `READ_ARGUMENTS`, None where the caller gave none."""
+        """Return the arguments of a forward by name, the cache always as `cache`."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
-        return {"cache": next(caches, None), **{name: given.get(name) for name in READ_ARGUMENTS}}
+        return {**given, "cache": next(caches, None)}
 
     def replace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
@@ -438,7 +408,7 @@ class ForwardHook:
         if supports is None or not supports():
             return False
         config: Any = model.config
-        wanted = arguments["use_cache"]
+        wanted = arguments.get("use_cache")
         if wanted is None:
             wanted = getattr(config.get_text_config(decoder=True), "use_cache", False)
         return bool(wanted) and not config.is_encoder_decoder and not torch.is_grad_enabled()
@@ -458,8 +428,9 @@ def before_forward(
     hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
     """Open a context, or join the enclosing model's; return the arguments that it needs."""
-    compiled = _is_compiled(model)
-    context = context_of(hook.enabled, model)
+    noted, graph.compiled = getattr(graph, "compiled", False), False
+    compiled = noted or hasattr(model.forward, "_torchdynamo_orig_callable")
+    context = context_of(hook.handle.state, model)
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
     changed: dict[str, Any] = {}
@@ -483,25 +454,26 @@ def before_forward(
     context.add_arguments(arguments)
     if compiled:
         leave_shared(context.cache)  # Graphs do not ask which rows they may write.
-    bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
+    bare = all(arguments.get(x) is None for x in ("cache", "attention_mask", "position_ids"))
     if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
         # Else transformers looks for packed sequences.
         shape, device = context.tokens.shape[:2], context.tokens.device
         changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
-    _tell_graph(context, {**arguments, **changed}["attention_mask"], compiled)
+    _tell_graph(context, {**arguments, **changed}.get("attention_mask"), compiled)
     return hook.replace(args, kwargs, changed)
 
 
 @torch.compiler.disable
 def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Leave the context; `output` is None if the forward raised."""
-    context = leave_context(hook.enabled, model, failed=output is None)
+    state = hook.handle.state
+    context = leave_context(state, model, failed=output is None)
     if context is None or output is None:
         return
     if context.call is not None:
         _take_from_graph(context, context.call)
     held = context.cache, context.begun, context.was_sparse
-    note_use(hook.handle.model, hook.enabled, context.config, *held)
+    note_use(hook.handle.model, state, context.config, *held)
 
 
 def _leave_out(*_args: Any, **_kwargs: Any) -> None:
@@ -510,20 +482,6 @@ def _leave_out(*_args: Any, **_kwargs: Any) -> None:
 
 for _hook in (before_forward, after_forward):
     torch.compiler.substitute_in_graph(_hook)(_leave_out)
-
-
-def handle_of(module: nn.Module) -> Any:
-    """Return the handle whose hooks a module carries, None if it carries none."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, partial) and hook.func is before_forward:
-            return hook.args[0].handle
-    return None
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a model is compiled, or its forward."""
-    noted, graph.compiled = getattr(graph, "compiled", False), False
-    return noted or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
@@ -549,13 +507,15 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
         context.mask_reason = MASKED
     candidates = context.candidates_in(past, new)
     sparse = new > 1 and config.is_sparse_call(past, new - candidates)
-    recall = NO_RECALL
+    recall: Any = NO_RECALL
     batch, device = context.tokens.shape[0], context.tokens.device
     if sparse:
         recall = context.recall_lists(batch, past, new, device)
     elif static and new > 1 and config.recall:
-        # One graph for short calls and long ones.
-        recall = _empty_lists(batch, new - candidates, config.recall_block, device)
+        # No keys, but lists: one graph for short calls and long ones.
+        blocks = batch * -(-(new - candidates) // config.recall_block)
+        sizes = blocks + 1, 0, 0
+        recall = tuple(torch.zeros(x, dtype=torch.int32, device=device) for x in sizes)
     for tensor in recall:
         if tensor is not None:  # Every prompt has lists of another length, which may be 0.
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
@@ -585,7 +545,7 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
     if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
         ops.advance_position_(call.position, rows, call.settings)
     for layer in layers:
-        if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
+        if isinstance(layer, ChunkedPrefillLayer) and layer.traced:
             context.was_sparse = True
             layer.take_traced(context.past - call.candidates, rows, call.config)
     for number, reason in call.outcomes:
@@ -596,12 +556,3 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
             context.enabled.note_errors(number, getattr(layers[number], "errors", None))
         if reason and call.sparse:
             context.enabled.report(f"dense attention: {reason}")
-
-
-def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:
-    """Return the lists of recalled keys, in the form of `ops.lexical_recall`, where none are."""
-    offsets, positions, visible_from = (
-        torch.zeros(size, dtype=torch.int32, device=device)
-        for size in (batch * -(-rows // block) + 1, 0, 0)
-    )
-    return offsets, positions, visible_from

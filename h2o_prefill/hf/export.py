@@ -15,7 +15,7 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists, attend_in_buffers
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
+from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.identity import marks_of, model_text
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
@@ -29,9 +29,6 @@ _KINDS = ("full_attention", "sliding_attention")
 _COMPARED, _STEP = 24, 7919
 
 _TOLERANCE = 0.1  # above what roundings in 16 bits change
-
-# Rotary frequencies that depend on how long the text is.
-_MOVING_ROPE = ("dynamic", "longrope")
 
 
 class PackagedModel(nn.Module):
@@ -68,8 +65,7 @@ class PackagedModel(nn.Module):
             package_call=(position, recall, self.settings),
         )
         ops.advance_position_(position, tokens, self.settings)
-        logits: Tensor = out.logits[0]
-        return logits
+        return out.logits[0]
 
 
 @as_attention_function
@@ -113,11 +109,11 @@ def describe_package(
             raise ValueError(
                 "model must be causal, with full attention or sliding windows, to be exported"
             )
-    for rope in _rope_types(getattr(hf_config, "rope_parameters", None)):
-        if rope in _MOVING_ROPE:
-            raise ValueError(
-                f"model must have rotary frequencies that stay the same to be exported, got {rope}"
-            )
+    if rope := moving_rope(hf_config):
+        raise ValueError(
+            "model must have rotary frequencies that stay the same to be exported, got "
+            f"{rope['rope_type']}"
+        )
     heads, dtype = hf_config.num_attention_heads, str(model.dtype).removeprefix("torch.")
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
@@ -140,12 +136,6 @@ def describe_package(
         tokenizer=tokenizer,
         weights=weights or dtype,
     )
-
-
-def _rope_types(parameters: dict[str, Any] | None) -> list[str]:
-    """Return the kinds of rotary frequencies: one, or one of each kind of layer."""
-    nested = [value for value in (parameters or {}).values() if isinstance(value, dict)]
-    return [each.get("rope_type", "default") for each in nested or [parameters or {}]]
 
 
 def export_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -128,7 +129,6 @@ class EnabledState:
         return marks_of(model, self.select and self.select.rule, self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
-        """Return whether a Hugging Face config is one of this model's."""
         return any(config is hf_config for config, _ in self.previous)
 
     def previous_of(self, hf_config: Any) -> str | None:
@@ -184,16 +184,12 @@ class GraphCall:
     hidden: list[Tensor] = field(default_factory=list)
 
     def is_sparse(self, number: int) -> bool:
-        """Return whether a layer that can be sparse is."""
         return self.sparse and number not in self.config.dense_layers
 
 
 def call_in_graph() -> GraphCall | None:
     """Return the forward that torch.compile is tracing, None if attention must break its graph."""
-    if not torch.compiler.is_dynamo_compiling():
-        return None
-    call: GraphCall | None = getattr(graph, "call", None)
-    return call
+    return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
 
 
 class CacheSnapshot:
@@ -205,10 +201,10 @@ class CacheSnapshot:
     """
 
     def __init__(self, cache: Any) -> None:
+        self._cache = cache
         # The list itself, even if empty: a cache may get its layers only as it grows.
         self._layers: list[Any] = getattr(cache, "layers", [])
         self._count = len(self._layers)
-        self._cache = cache
         self._full: list[tuple[Any, int]] = []
         self._sliding: list[tuple[Any, dict[str, Any]]] = []
         self._others: list[tuple[Any, Any]] = []
@@ -261,14 +257,12 @@ def check_usable(cache: Any) -> None:
 
 
 def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place.
-
-    Tensors of inference mode do not count their changes: they compare as changed.
-    """
+    """Return which tensors a cache layer has and how often each was changed in place."""
     found = []
     for name, value in vars(layer).items():
         items = value.values() if isinstance(value, dict) else [value]
         tensors = (x for x in items if isinstance(x, Tensor))
+        # Tensors of inference mode do not count their changes: they compare as changed.
         found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
     return found
 
@@ -301,7 +295,6 @@ class ForwardContext:
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal
         self.attention_mask: Any = None  # as the outermost model was called with it
-        self._config: PrefillConfig | None = None
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
@@ -309,20 +302,20 @@ class ForwardContext:
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
-        input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
-        cache = arguments["cache"]
+        input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
+        cache, mask = arguments["cache"], arguments.get("attention_mask")
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
         if self.attention_mask is None:
-            self.attention_mask = arguments["attention_mask"]
+            self.attention_mask = mask
         if self.tokens is None:
-            self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
+            self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
             check_usable(cache)
-            self.cache, masks = cache, arguments["attention_mask"]
+            self.cache = cache
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()
             for layer in layers:
@@ -331,25 +324,20 @@ class ForwardContext:
             self._snapshot = CacheSnapshot(cache)
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
-            if isinstance(masks, Mapping):
+            if isinstance(mask, Mapping):
                 self.windows = dict(windows_ahead.get())
                 windows_ahead.set({})
-                if masks.get("full_attention", masks) is None:
+                if mask.get("full_attention", mask) is None:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
 
-    @property
+    @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
-        if self._config is None:
-            self._config = self._resolve()
-        return self._config
-
-    def _resolve(self) -> PrefillConfig:
         given = self.enabled.config
         if not given.is_auto:
             return given
-        held: int | None = getattr(self.cache, "min_prefill", None) if self.begun else None
+        held = getattr(self.cache, "min_prefill", None) if self.begun else None
         if held is not None and (held == given.chunk_size or self.new == 1):
             return given.with_min_prefill(held)
         mask = self.attention_mask
@@ -376,16 +364,6 @@ class ForwardContext:
         if keys < slots:
             self.filled[slots] = keys
 
-    def add_window(self, shows_all: bool) -> None:
-        """Note that the mask of a window was asked for, and whether it holds all keys."""
-        self.windows_show_all = shows_all and self.windows_show_all is not False
-
-    def token_ids(self) -> Tensor | None:
-        """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
-        if isinstance(self.cache, KeepsTokenIds):
-            return self.cache.token_ids_with(self.input_ids)
-        return self.input_ids
-
     def recall_lists(
         self,
         batch: int,
@@ -395,9 +373,9 @@ class ForwardContext:
         span: Span | None = None,
         rows: Rows = ALL_ROWS,
     ) -> RecallLists:
-        """Return what `lexical_recall` finds for a call, made once for all layers of a device.
+        """Return what `lexical_recall` finds for a call; in a padded batch, for the rows of a span.
 
-        In a padded batch, for the rows whose tokens fill `span`.
+        It is made once for all layers of a device.
         """
         if self.config.recall == 0:
             return NO_RECALL
@@ -405,19 +383,20 @@ class ForwardContext:
         first, stop = span or (0, past + new)
 
         def find() -> RecallLists:
-            ids = self.token_ids()
+            ids, cache = self.input_ids, self.cache
+            if isinstance(cache, KeepsTokenIds):
+                ids = cache.token_ids_with(ids)
             if ids is None or ids.shape != (batch, past + new):
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
             prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
             return recall_lists(prompt, past, self.config, self.enabled.token_text)
 
-        lists: RecallLists = self.shared(("recall", span), find)
-        moved: RecallLists = self.shared(
+        lists = self.shared(("recall", span), find)
+        return self.shared(
             ("recall", span, device),
             lambda: tuple(None if x is None else x.to(device) for x in lists),
         )
-        return moved
 
     def candidates_in(self, past: int, new: int) -> int:
         """Return how many tokens at the end of a call assisted decoding verifies."""
@@ -452,8 +431,8 @@ class ForwardContext:
             self._snapshot.restore()
         elif isinstance(self.cache, KeepsTokenIds):
             self.cache.append_token_ids(self.input_ids)
-            if self._config is not None and self.enabled.config.is_auto:
-                self.cache.min_prefill = self._config.sparse_from
+            if self.enabled.config.is_auto:
+                self.cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
 
@@ -491,7 +470,10 @@ def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     again = context is not None and any(module is model for module in context.modules)
     if context is None or again or context.enabled is not enabled:
         outer, context = context, ForwardContext(enabled, model)
-        context.outer, context.frame = outer, _frame_of_forward()
+        context.outer = outer
+        # The frame in which torch runs the hooks and the forward of a module.
+        calls = (frame for frame in _frames() if frame.f_code.co_name == "_call_impl")
+        context.frame = next(calls, None)
         _running.append(context)
         _current.context = context
         names = (str(config._attn_implementation) for config, _ in enabled.previous)
@@ -535,7 +517,7 @@ def _open_context(begins: nn.Module | None = None) -> ForwardContext | None:
     begins, if one does: where no frame of the forward was found, that tells of an earlier one.
     """
     context: ForwardContext | None = getattr(_current, "context", None)
-    while context is not None and not _is_executing(context.frame):
+    while context is not None and all(frame is not context.frame for frame in _frames()):
         if context.frame is None and all(module is not begins for module in context.modules):
             break
         _close(context, failed=True)
@@ -573,13 +555,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _frame_of_forward() -> FrameType | None:
-    """Return the frame in which torch runs the hooks and the forward of a module."""
-    return next((frame for frame in _frames() if frame.f_code.co_name == "_call_impl"), None)
-
-
-def _is_executing(frame: FrameType | None) -> bool:
-    """Return whether this thread executes a frame."""
-    return any(each is frame for each in _frames())

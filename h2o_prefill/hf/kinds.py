@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LogitOptions
 
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -28,24 +26,6 @@ switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 # Kinds of layers that attend as full ones do to a prompt that their window holds.
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
-
-# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
-_IN_WORDS = {
-    "sliding_attention": "sliding",
-    "hybrid_sliding": "sliding",
-    "reference_sliding_attention": "sliding",
-    "chunked_attention": "chunked",
-    "indexed_attention": "of keys that the model chooses itself",
-    "minimax_m3_sparse": "of keys that the model chooses itself",
-    "compressed_sparse_attention": "to compressed keys",
-    "heavily_compressed_attention": "to compressed keys",
-}
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is an attention layer, or a part of one."""
-    name = type(module).__name__
-    return any(word in name for word in ("Attention", "Attn", "MLA"))
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
@@ -104,39 +84,12 @@ def window_of(module: nn.Module) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def attends_to_tokens_alone(module: nn.Module) -> bool:
-    """Return whether a layer is of a kind that adds nothing to the mask that it is given.
-
-    DeepSeek V4 hides compressed keys by its mask, in addition to its window.
-    """
-    return layer_type(module) in ("full_attention", "linear_attention", *WINDOWED)
-
-
-def chooses_keys(module: nn.Module) -> bool:
-    """Return whether a layer reads its mask to choose keys, as DSA and Doge do."""
-    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
-
-
-def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
-    """Return whether some calls of an attention layer are sparse, by its kind."""
-    if not is_causal(module, {}):
-        return False
-    window = window_of(module)
-    if window is not None:
-        return window > config.chunk_size and config.is_long_call(0, window)
-    return layer_type(module) == "full_attention"
-
-
-def why_none_sparse(
-    layers: list[nn.Module], config: PrefillConfig, encoder_decoder: bool = False
-) -> str | None:
-    """Return why no layer of a model can be sparse; None if one can."""
-    if any(can_be_sparse(layer, config) for layer in layers):
-        return None
-    not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
-    kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
-    # Each once, in the order of the layers.
-    return " or ".join(dict.fromkeys(_IN_WORDS.get(kind, kind) for kind in kinds))
+def moving_rope(config: Any) -> dict[str, Any] | None:
+    """Return the rotary embeddings of a config that change with the length of the text, if any."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # One for all layers, or one for each kind of layer.
+    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return next((kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
 
 
 def enabled_of(hf_config: Any) -> Any:
@@ -187,7 +140,6 @@ class Padding:
         return {span: _as_index(found) for span, found in rows.items()}
 
     def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
-        """Return whether some row is sparse."""
         stop = self.length if prompt_end is None else prompt_end
         return any(
             self.fits((first, end)) and is_long_row(min(end, stop) - first, config)
@@ -245,29 +197,3 @@ class Window:
 
 # Windows whose masks were left out before the forward: `generate` makes masks of static caches.
 windows_ahead: ContextVar[dict[int, Window]] = ContextVar("h2o_prefill_windows", default={})  # noqa: B039
-
-
-def attend_in_window(
-    query: Tensor, key: Tensor, value: Tensor, window: int, options: LogitOptions
-) -> Tensor:
-    """Attend to the last `window` keys of each query; the last key belongs to the last query."""
-    if query.shape[2] == 1 or window >= key.shape[2]:
-        # All rows see the same first key: plain causal attention, which may be PyTorch's.
-        return ops.dense_attention(query, key[:, :, -window:], value[:, :, -window:], *options)
-    return ops.sliding_window_attention(query, key, value, window, *options)[0]
-
-
-def attend_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, size: int, end: int, options: LogitOptions
-) -> Tensor:
-    """Attend causally inside chunks of `size` positions; `end` is that after the last key."""
-    first_query, first_key = end - query.shape[2], end - key.shape[2]
-    parts, begin = [], first_query
-    while begin < end:
-        chunk = begin // size * size
-        stop = min(chunk + size, end)
-        rows = query[:, :, begin - first_query : stop - first_query]
-        seen = slice(max(chunk - first_key, 0), stop - first_key)
-        parts.append(ops.dense_attention(rows, key[:, :, seen], value[:, :, seen], *options))
-        begin = stop
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

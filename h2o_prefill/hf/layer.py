@@ -15,15 +15,15 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
-from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state
+from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 # What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
-# graph. `layer`: the layer of the cache that was updated last, to which attention that follows
-# belongs. `compiled`: whether the hooks of the model that was called run under torch.compile.
+# graph. `layer`: the cache layer that was updated last, to which the next attention belongs.
+# `compiled`: whether the hooks of the model that was called run under torch.compile.
 # Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
 graph = threading.local()
 
@@ -79,7 +79,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         super().__init__()
         self.checkpoints: dict[int, Checkpoint] | None = {} if checkpoints else None
         self.padded = False
-        self.traced: list[Tensor] | None = None
+        self.traced: list[Tensor] = []  # the state that a compiled forward returned
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were set to: code
@@ -102,7 +102,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._scores = None
 
     def get_seq_length(self) -> int:
-        """Return the number of cached tokens."""
         # Shapes alone: in a compiled graph, a view beside the buffer that changes under it is an
         # alias that AOTAutograd cannot rebuild for dynamic shapes.
         return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
@@ -110,11 +109,9 @@ class ChunkedPrefillLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return the whole history."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             # Autograd does not follow what is written in place.
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            return keys, values
+            return super().update(key_states, value_states, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             graph.layer = self
         if not self.is_initialized:
@@ -127,18 +124,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         return self._use(total)
 
     def attend(
-        self,
-        query: Tensor,
-        total: int,
-        config: PrefillConfig,
-        options: LayerOptions,
+        self, query: Tensor, total: int, config: PrefillConfig, options: LayerOptions
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state."""
-        new = query.shape[2]
+        new, of_layer = query.shape[2], config.of_layer(options.layer)
         past = total - new
-        held = self.rows()
-        keys, values = self._room_for(self.get_seq_length(), *held)
-        scores, state = self._place_state(query, keys.shape[2], config.of_layer(options.layer))
+        keys, values = self._room_for(self.get_seq_length(), *self.rows())
+        scores, state = self._place_state(query, keys.shape[2], of_layer.memory_size)
         added = keys[:, :, past:total], values[:, :, past:total]
         position = torch.tensor([past, state.last_chunk_begin])
         buffers = keys, values, scores, state.memory, state.errors
@@ -146,8 +138,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         # With a dense tail, what follows it depends on where this call ends.
         before = None if config.dense_tail else self.checkpoints
         if before is not None and (past == 0 or past in before):
-            size = config.of_layer(options.layer).memory_size
-            kept = empty_checkpoints(new // config.chunk_size, state, size)
+            kept = empty_checkpoints(new // config.chunk_size, state, of_layer.memory_size)
         out = attend_in_buffers(query, added, buffers, position, options, checkpoints=kept)
         for number, one in enumerate(zip(*kept, strict=True), 1):
             self._keep(past + number * config.chunk_size, Checkpoint(*one))
@@ -155,13 +146,9 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
 
-    def attend_in_graph(self, query: Tensor, candidates: int, options: LayerOptions) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
-
-        `candidates` counts the tokens after the query's.
-        """
+    def attend_in_graph(self, query: Tensor, total: int, options: LayerOptions) -> Tensor:
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
         keys, values = self.rows()
-        total = keys.shape[2] - candidates
         held = keys[:, :, :total], values[:, :, :total]
         out, *self.traced = attend_functionally(query, *held, self._state, options)
         return out
@@ -179,8 +166,7 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Adopt the state that the compiled forward returned; `total` tokens are cached now."""
-        assert self.traced is not None
-        (scores, memory, errors), self.traced = self.traced, None
+        (scores, memory, errors), self.traced = self.traced, []
         begin = config.last_chunk_begin(total - new, new)
         self.state = PrefillState(scores, memory, total, begin, errors)
 
@@ -191,10 +177,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def begin_after(
         self, pieces: Sequence[tuple[Tensor, Tensor]], state: PrefillState | None, new: int
     ) -> None:
-        """Fill an empty layer with keys and values, in pieces, and their state.
-
-        There is room for `new` more tokens.
-        """
+        """Fill an empty layer with keys, values and their state; leave room for `new` tokens."""
         self.lazy_initialization(*pieces[0])
         past = sum(key.shape[2] for key, _ in pieces)
         buffers = self._room_for(past + new, *pieces[0])
@@ -210,15 +193,12 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._map_state(torch.clone)
 
     def branch(self, room: int) -> ChunkedPrefillLayer:
-        """Return a copy that shares the buffers, after making room for `room` more tokens in them.
-
-        Of layers that append to shared rows, all but the first copy them at that time, unless the
-        first is gone.
-        """
+        """Return a copy that shares the buffers, which then have room for `room` more tokens."""
         with _sharing:
             if length := self.get_seq_length():
                 self._room_for(length + room, *self.rows(), claims=False)
-                self._share(length)
+                self._shared = self._shared or SharedRows(self, length)
+                self._shared.freeze(length)
             other = copy.copy(self)
             if not length:
                 other._views = other._shared = None  # a buffer without tokens is not shared
@@ -240,12 +220,12 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._room_for(self.get_seq_length(), *self.rows())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, from the state too."""
         backed, before = self._is_backed(), self.get_seq_length()
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
         if backed and length < before:
             self._use(length)
+        self.padded = self.padded and length > 0
         self._truncate_state(length)
 
     def reset(self) -> None:
@@ -278,14 +258,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         if self.is_initialized:
             self._map_state(lambda x: x.to(self.device))
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
     def _is_backed(self) -> bool:
         """Return whether keys and values are views of the buffers."""
         return self._views is not None and self.holds(*self._views)
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, which the layer has."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
 
     def _use(self, length: int) -> tuple[Tensor, Tensor]:
         """Make keys and values views of the first rows of the buffers, and return them."""
@@ -295,80 +274,55 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._views = key, value
         return key, value
 
-    def _may_write(self, past: int, total: int) -> bool:
-        """Return whether rows of the buffers from `past` to `total` are this layer's alone."""
-        return self._shared is None or total <= past or self._shared.claim(self, past, total)
-
-    def _share(self, length: int) -> None:
-        """Leave the first rows of the buffers as they are from now on."""
-        if self._shared is None:
-            self._shared = SharedRows(self, length)
-        self._shared.freeze(length)
-
     def _room_for(self, total: int, *like: Tensor, claims: bool = True) -> tuple[Tensor, Tensor]:
-        """Return buffers with room for `total` tokens, which begin with the tokens of the layer.
+        """Return buffers that begin with the layer's tokens, and have room for `total`.
 
-        `claims`: the rows after that will be written.
+        `claims`: the rows after those tokens will be written.
         """
-        past = self.get_seq_length()
-        backed = self._is_backed()
-        held = self._buffers[0].shape[2] if backed and self._buffers is not None else 0
-        usable = self._buffers is not None and all(map(_is_writable, self._buffers))
-        if total <= held and usable and (not claims or self._may_write(past, total)):
-            assert self._buffers is not None
-            return self._buffers
+        past, shared, held = self.get_seq_length(), self._shared, 0
+        if self._buffers is not None and self._is_backed():
+            held = self._buffers[0].shape[2]
+            if total <= held and all(map(_is_writable, self._buffers)):
+                if not claims or total <= past or shared is None:
+                    return self._buffers
+                if shared.claim(self, past, total):
+                    return self._buffers
         # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
         return self._move(held if total <= held else max(total + _SPARE_TOKENS, 2 * held), *like)
 
     def _move(self, capacity: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         """Return new buffers, which begin with what the layer holds."""
-        past, grown = self.get_seq_length(), []
-        for old, x in zip((self.keys, self.values), like, strict=True):
-            buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-            if past and old is not None:
-                if (*old.shape[:2], old.shape[3]) != (*x.shape[:2], x.shape[3]):
-                    raise ValueError(
-                        f"new keys and values must be like those in the cache, {list(old.shape)} "
-                        f"but for the length, got {list(x.shape)}"
-                    )
-                buffer[:, :, :past] = old
-            grown.append(buffer)
-        key, value = grown
+        key, value = (x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in like)
+        past = self.get_seq_length()
+        for buffer, old, x in zip((key, value), self.rows() if past else (), like, strict=False):
+            if (*old.shape[:2], old.shape[3]) != (*x.shape[:2], x.shape[3]):
+                raise ValueError(
+                    f"new keys and values must be like those in the cache, {list(old.shape)} "
+                    f"but for the length, got {list(x.shape)}"
+                )
+            buffer[:, :, :past] = old
         self._buffers, self._shared = (key, value), None
         if past:
             self._use(past)
         return key, value
 
     def _place_state(
-        self, query: Tensor, capacity: int, config: PrefillConfig
+        self, query: Tensor, capacity: int, memory_size: int
     ) -> tuple[Tensor, PrefillState]:
         """Return scores with room for `capacity` and the state, both to be changed in place."""
-        batch, heads = self.rows()[0].shape[:2]
-        state = self._state
-        if state is None:
-            state = empty_state(self.rows()[0])
-        kept = self._scores
-        if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
-            scores = kept
-        else:
-            scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
+        key, _ = self.rows()
+        state = empty_state(key) if self._state is None else self._state
+        scores = self._scores
+        if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
+            scores = state.scores.new_zeros((*key.shape[:2], capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
-        memory = state.memory.to(query.device)
-        if memory.shape[2] < config.memory_size:
-            # The settings have changed since: a larger set continues from the smaller one.
-            grown = config.memory_size - memory.shape[2]
-            memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
-        elif not memory.is_contiguous() or not _is_writable(memory):
-            memory = memory.clone(memory_format=torch.contiguous_format)
-        errors = state.errors.to(query.device)
-        if not errors.is_contiguous() or not _is_writable(errors):
-            errors = errors.clone(memory_format=torch.contiguous_format)
-        state.memory, state.errors = memory, errors
+        # If the settings have changed since, a larger set continues from the smaller one.
+        memory = with_room(state.memory.to(query.device), memory_size)
+        state.memory, state.errors = _writable(memory), _writable(state.errors.to(query.device))
         return scores, state
 
     def _truncate_state(self, length: int) -> None:
-        self.padded = self.padded and length > 0
         state = self._state
         if state is None or length >= state.length:
             return
@@ -401,6 +355,11 @@ class ChunkedPrefillLayer(DynamicLayer):
 
 def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return a tensor that an operator may change in place, a copy if it is not one."""
+    return tensor if tensor.is_contiguous() and _is_writable(tensor) else _packed(tensor)
 
 
 def _is_writable(tensor: Tensor) -> bool:

@@ -33,6 +33,7 @@ from h2o_prefill.hf.forward import (
 from h2o_prefill.hf.kinds import (
     NAME,
     Padding,
+    Span,
     Window,
     enabled_of,
     is_unpadded,
@@ -107,16 +108,16 @@ def _mask(arguments: dict[str, Any]) -> Any:
     context = current_context(config)
     enabled = enabled_of(config) if context is None else context.enabled
     make = _previous_mask_function(None if context is None else context.enabled, config)
-    by_mask = [] if context is None else context.enabled.causal_by_mask
-    if context is not None and (is_traced() or any(config is one for one in by_mask)):
+    by_mask = enabled is not None and any(config is one for one in enabled.causal_by_mask)
+    if context is not None and (is_traced() or by_mask):
         return make(**arguments)
     differ = ends_differ(arguments)
     changed = arguments["mask_function"] is not causal_mask_function
-    window = arguments.get("local_size")
+    window: Any = arguments.get("local_size")
     shows_all = window is None
     if context is not None and window is not None and context.enabled.leaves_window_masks:
         shows_all = window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not differ
-        context.add_window(shows_all)
+        context.windows_show_all = shows_all and context.windows_show_all is not False
     # Transformers makes the masks of a static cache before the forward, where there is no context.
     if context is None:
         static = enabled is not None and not getattr(config, "is_encoder_decoder", False)
@@ -138,7 +139,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
-    if enabled is not None and window is not None and not shows_all and not differ:
+    if enabled is not None and window in enabled.windows and not (shows_all or differ or by_mask):
         left_out = _window(enabled, arguments, window)
         if left_out is not None and context is not None:
             context.windows[window] = left_out
@@ -178,40 +179,38 @@ def _padding(
     context: ForwardContext, arguments: dict[str, Any], make: Callable[..., Any]
 ) -> Padding | None:
     """Put the padding of a forward into its context, or the reason why it needs its mask."""
-    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     if arguments["q_offset"] > 0:
         context.mask_reason = CONTINUES
-        return None
-    if torch.is_grad_enabled():
+    elif torch.is_grad_enabled():
         # Checkpointed layers run again in the backward pass, where no context knows of the padding.
         context.mask_reason = GRADIENTS
-        return None
-    whole = attention_mask.shape[0] == arguments["batch_size"]
-    spans = row_spans(attention_mask, length) if whole else None
-    if spans is None:
+    elif (spans := _spans(arguments)) is None:
         context.mask_reason = HOLES
-        return None
-    padding = Padding(length, spans, partial(make, **arguments))
-    context.paddings[length] = padding
-    return padding
+    else:
+        length = arguments["kv_length"]
+        context.paddings[length] = Padding(length, spans, partial(make, **arguments))
+        return context.paddings[length]
+    return None
+
+
+def _spans(arguments: dict[str, Any]) -> tuple[Span, ...] | None:
+    """Return where the rows of a padded batch lie, None if they have holes or are not known."""
+    mask = arguments["attention_mask"]
+    same_batch = len(mask) == arguments["batch_size"]
+    return row_spans(mask, arguments["kv_length"]) if same_batch else None
 
 
 def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
     """Return what the mask of a window says, if it may be left out."""
-    by_mask = any(arguments.get("config") is one for one in enabled.causal_by_mask)
-    if window not in enabled.windows or by_mask or not may_be_left_out(arguments):
-        return None
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not may_be_left_out(arguments):
         return None
-    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
-    offset, padding = arguments["kv_offset"], None
+    length, offset, padding = arguments["kv_length"], arguments["kv_offset"], None
     make = _previous_mask_function(enabled, arguments.get("config"))
     remake = partial(make, **arguments)
-    if not is_unpadded(attention_mask, offset + length):
+    if not is_unpadded(arguments["attention_mask"], offset + length):
         whole = offset == 0 and arguments["q_offset"] == 0
-        same_batch = len(attention_mask) == arguments["batch_size"]
-        spans = row_spans(attention_mask, length) if whole and same_batch else None
+        spans = _spans(arguments) if whole else None
         if spans is None:
             return None
         padding = Padding(length, spans, remake, window)
@@ -222,5 +221,4 @@ def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Cal
     name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         return sdpa_mask
-    make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
-    return make
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)

@@ -8,7 +8,6 @@ range of the tokens of a prompt (sequence parallelism).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +37,7 @@ from h2o_prefill.hf.forward import NO_IDS
 from h2o_prefill.hf.kinds import is_unpadded
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.rules import ANYWHERE, dense_reason
+from h2o_prefill.session_file import checksum
 from h2o_prefill.state import no_errors
 
 OTHER_CACHE = (
@@ -73,11 +73,10 @@ class StageCache(ChunkedPrefillCache):
         return made
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(super().get_seq_length(self._here(layer_idx)))
+        return super().get_seq_length(self._here(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._here(layer_idx))
-        return sizes
+        return super().get_mask_sizes(query_length, self._here(layer_idx))
 
     def token_ids_with(self, new: Tensor | None) -> Tensor | None:
         return super().token_ids_with(self.coming if new is None else new)
@@ -99,9 +98,9 @@ class StageCache(ChunkedPrefillCache):
 class Stage(nn.Module):
     """The layers of this process as a function of one call of a prompt.
 
-    It takes ids [B, n] or embeddings on the first rank, on the others the hidden states
-    [B, n, hidden size] of the one before. It returns hidden states, on the last rank logits.
-    `ids` [B, T] are the prompt's tokens, None if unknown; `mask` is [B, past + T].
+    It takes ids [B, n] or embeddings on the first rank, on the others the hidden states of the one
+    before. It returns hidden states, on the last rank logits. `ids` [B, T] are the prompt's tokens,
+    None if unknown; `mask` is [B, past + T].
     """
 
     def __init__(
@@ -124,21 +123,16 @@ class Stage(nn.Module):
         try:
             if not self.is_last:
                 base = getattr(self.model, self.model.base_model_prefix)
-                hidden: Tensor = base(**call, **cache_argument(base, self.cache)).last_hidden_state
-                return hidden
+                return base(**call, **cache_argument(base, self.cache)).last_hidden_state
             # Not the model's own `forward`, which would talk to the other stages.
             options = {"logits_to_keep": 1, **cache_argument(self.model, self.cache)}
-            logits: Tensor = type(self.model).forward(self.model, **call, **options).logits
-            return logits
+            return type(self.model).forward(self.model, **call, **options).logits
         finally:
             self.cache.coming = None
 
 
 def layers_here(model: nn.Module) -> range | None:
-    """Return the layers of a stage, None if the model is whole.
-
-    Raises ValueError if the stage has none.
-    """
+    """Return the layers of a stage, None for a whole model; ValueError for a stage without any."""
     parts: Any = getattr(model, "_pp_stage", None)
     if parts is None:
         return None
@@ -159,10 +153,9 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
 
 
 def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
-    """Return settings that number the KV heads of `wide` as this process does.
+    """Return settings that number the KV heads of `wide` from the first that this process has.
 
-    With tensor parallelism it has some heads of each layer, numbered from 0. Raises ValueError if
-    not every process has as many.
+    Raises ValueError if tensor parallelism does not give every process as many.
     """
     count = getattr(model, "_tp_size", None) or 1
     if count == 1 or not _spreads_keys(model):
@@ -218,7 +211,7 @@ class ShardedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of all processes before the next call."""
-        return int(self.total)
+        return self.total
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -259,10 +252,8 @@ class ShardedLayer(DynamicLayer):
     def end_prompt(self, total: int) -> None:
         """Keep the rows of this process alone; `total` are the tokens of all."""
         self.is_prefilled, self.total, rows = True, total, self.rows
-        past = self.past.table.numel()
-        assert rows.keys is not None and rows.values is not None
         state = None if rows.state is None else self.past.whole_state(rows.state)
-        rows.keys, rows.values = rows.keys[:, :, past:], rows.values[:, :, past:]
+        rows.keys, rows.values = (x[:, :, self.past.table.numel() :] for x in rows.rows())
         rows.state = state if self.sequence.ranks.is_last else None
         self.past = None
         self._take_rows()
@@ -285,8 +276,7 @@ class ShardedLayer(DynamicLayer):
         self._take_rows()
 
     def _take_rows(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.rows.keys, self.rows.values
-        assert keys is not None and values is not None
+        keys, values = self.rows.rows()
         self.keys, self.values = keys, values
         return keys, values
 
@@ -304,12 +294,10 @@ class ShardedLayer(DynamicLayer):
         state, outs = self.rows.state, []
         for begin in range(0, new, config.chunk_size):
             end = min(begin + config.chunk_size, new)
-            held = keys[:, :, : past + end]
-            held_values = values[:, :, : past + end]
+            chunk = query[:, :, begin:end]
+            key, value = keys[:, :, : past + end], values[:, :, : past + end]
             lists = lists_of_rows(recall, new, begin, end, config.recall_block)
-            out, state = sparse_attention(
-                query[:, :, begin:end], held, held_values, state, unmeasured, lists, *options
-            )
+            out, state = sparse_attention(chunk, key, value, state, unmeasured, lists, *options)
             error = exact.error(*own, out, begin, options, before)
             if error is not None:
                 config.native.record_errors(errors, error)
@@ -319,14 +307,12 @@ class ShardedLayer(DynamicLayer):
         return torch.cat(outs, 2)
 
     def _attend_everywhere(self, query: Tensor, options: LogitOptions) -> Tensor:
-        """Attend to the tokens of all processes."""
         keys, values = self._take_rows()
         if self.sequence.ranks.is_last:
             part = ops.sliding_window_attention(query, keys, values, keys.shape[2], *options)
         else:
             part = attend_to_all(query, keys, values, options)
-        merged: Tensor = self.sequence.merge(*part, self.number)
-        return merged
+        return self.sequence.merge(*part, self.number)
 
 
 def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:
@@ -352,14 +338,10 @@ def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:
 
 def digest(tensor: Tensor | None) -> str:
     """Return what tells one tensor from another."""
-    if tensor is None:
-        return "none"
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
+    return "none" if tensor is None else f"{list(tensor.shape)} {checksum(tensor) % 2**64:016x}"
 
 
 def versions() -> tuple[str, str, str]:
-    """Return the versions of this library, PyTorch and transformers."""
     return build_info()["version"], torch.__version__, transformers.__version__
 
 
@@ -372,7 +354,6 @@ def check_shardable(model: Any, config: PrefillConfig) -> None:
 
 
 def is_sharded(cache: ChunkedPrefillCache) -> bool:
-    """Return whether the tokens of a cache are spread over processes."""
     return any(isinstance(layer, ShardedLayer) for layer in cache.layers)
 
 
@@ -380,12 +361,9 @@ def is_sharded(cache: ChunkedPrefillCache) -> bool:
 def sharded(
     handle: Any, cache: ChunkedPrefillCache, tokens: Tensor, mask: Tensor | None
 ) -> Iterator[Any]:
-    """Spread a prompt over the processes of a handle, in an empty cache.
+    """Spread a prompt over the processes of a handle, in an empty cache, which an error leaves so.
 
     Yields a `SequencePrefill`, whose range this process is to pass through the model in one call.
-    An error leaves the cache empty. `tokens` [B, T] or [B, T, hidden size] and `mask` [B, T]
-    cover the whole prompt.
-
     Raises ValueError, in every process, if the arguments, settings or models are not the same in
     all of them, or the prompt does not suit.
     """
@@ -416,20 +394,17 @@ def sharded(
     if ids is None and config.recall:
         handle.state.report(NO_IDS)
     elif ids is not None and config.recall:
-        lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.token_text)
+        lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.state.token_text)
     plan = ShardPlan.of(length, ranks.count, config, lists)
-    layers_measured = [
-        number
-        for number in range(len(cache.layers))
-        if config.of_layer(number).error_rows and number not in config.dense_layers
-    ]
+    numbers = range(len(cache.layers))
+    sparse = [number for number in numbers if number not in config.dense_layers]
+    measured = [number for number in sparse if config.of_layer(number).error_rows]
     rows = [measured_rows(config, *bounds) for bounds in plan.bounds]
-    exact = ExactRows(ranks, rows, layers_measured) if layers_measured else None
-    begin, end = plan.bounds[ranks.number]
-    own = lists_of_rows(lists, length, begin, end, config.recall_block)
+    exact = ExactRows(ranks, rows, measured) if measured else None
+    own = lists_of_rows(lists, length, *plan.bounds[ranks.number], config.recall_block)
     sequence = SequencePrefill(ranks, plan, own, exact)
     before = cache.layers
-    layers = [ShardedLayer(number, config, sequence) for number in range(len(before))]
+    layers = [ShardedLayer(number, config, sequence) for number in numbers]
     cache.layers = [*layers]
     cache._token_ids = None if ids is None else [ids[:, : sequence.begin]]
     try:
@@ -479,23 +454,16 @@ def gather_cache(cache: ChunkedPrefillCache, rank: int = 0) -> ChunkedPrefillCac
         raise ValueError(f"rank must be in [0, {ranks.count}), got {rank}")
     whole = ChunkedPrefillCache() if ranks.number == rank else None
     for layer in layers:
-        parts = _gather(ranks, rank, layer)
-        if whole is None:
-            continue
-        made = ChunkedPrefillLayer()
-        made.update(*(torch.cat([part[name] for part in parts], 2) for name in ("keys", "values")))
-        made.state = parts[-1]["state"]
-        whole.layers.append(made)
+        mine = [*(x.cpu() for x in layer._take_rows()), layer.rows.state]
+        parts: Any = None if whole is None else [None] * ranks.count
+        with ranks.waiting(layer=layer.number):
+            dist.gather_object(mine, parts, ranks.rank_of(rank), ranks.group)
+        if whole is not None:
+            keys, values, states = zip(*parts, strict=True)
+            made = ChunkedPrefillLayer()
+            made.update(torch.cat(keys, 2), torch.cat(values, 2))
+            made.state = states[-1]
+            whole.layers.append(made)
     if whole is not None:
         whole._token_ids, whole._origin = cache._token_ids, cache._origin
     return whole
-
-
-def _gather(ranks: Any, rank: int, layer: ShardedLayer) -> Any:
-    """Return the rows of a layer in every process, in that process alone."""
-    keys, values = layer._take_rows()
-    mine = {"keys": keys.cpu(), "values": values.cpu(), "state": layer.rows.state}
-    parts: Any = [None] * ranks.count if ranks.number == rank else None
-    with ranks.waiting(layer=layer.number):
-        dist.gather_object(mine, parts, ranks.rank_of(rank), ranks.group)
-    return parts

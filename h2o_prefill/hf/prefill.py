@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -17,8 +17,9 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
-from h2o_prefill.hf.enable import PrefillHandle, enable, handle_of
+from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
 from h2o_prefill.hf.forward import CacheSnapshot, announce
+from h2o_prefill.hf.kinds import moving_rope
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import (
     Stage,
@@ -30,7 +31,6 @@ from h2o_prefill.hf.parallel import (
     sharded,
     versions,
 )
-from h2o_prefill.hf.report import no_model
 from h2o_prefill.profile import settings_of
 
 
@@ -99,9 +99,7 @@ def chunked_prefill(
         If another process is gone, or silent for longer than the timeout of its group. The cache is
         as it was before the call.
     """
-    if not isinstance(model, nn.Module):
-        raise no_model(model)
-    handle = next(filter(None, map(handle_of, model.modules())), None)
+    handle = next(iter(handles_of(model)), None)
     if handle is None:
         chosen, _ = settings_of(model, config, overrides)
     elif config is tokenizer is None and not strict and not overrides:
@@ -128,12 +126,10 @@ def chunked_prefill(
             "calls differ from one, as they do without sparse prefill"
         )
 
-    def sparse() -> Any:
-        if handle is not None:
-            return contextlib.nullcontext(handle)
-        return enable(model, chosen, tokenizer=tokenizer, strict=strict)
-
-    with sparse() as used, torch.no_grad(), announce(past + tokens.shape[1]):
+    sparse: Any = contextlib.nullcontext(handle)
+    if handle is None:
+        sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
+    with sparse as used, torch.no_grad(), announce(past + tokens.shape[1]):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
@@ -189,7 +185,7 @@ def _run_stages(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
             "select": "" if handle.state.select is None else handle.state.select.name,
-            "tokenizer": digest(handle.token_text),
+            "tokenizer": digest(handle.state.token_text),
             "versions": versions(),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
@@ -206,17 +202,17 @@ def _run_stages(
     hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
     silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
     bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
+    done = 0
+
+    def advance(step: int) -> None:
+        nonlocal done
+        done += step
+        bar.update(step)
+        if on_progress is not None:
+            on_progress(done, tokens.shape[1])
+
     try:
-        done = 0
-
-        def advance(step: int) -> None:
-            nonlocal done
-            done += step
-            shown.update(step)
-            if on_progress is not None:
-                on_progress(done, tokens.shape[1])
-
-        with bar as shown:
+        with bar:
             logits = pipeline.run(tokens, hidden, sizes, advance)
     except BaseException:
         snapshot.restore()
@@ -258,32 +254,25 @@ def _read_prompt(
 
 
 def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
-    """Raise ValueError for ids that are not in the vocabulary.
-
-    Of several processes only the one that embeds would, and the others would wait for it.
-    """
+    # Of several processes only the one that embeds would raise, and the others would wait for it.
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"input_ids must be ints, got {tokens.dtype}")
-    if vocabulary is None or tokens.numel() == 0:
-        return
-    lowest, highest = (int(x) for x in tokens.aminmax())
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
+    if vocabulary is not None and tokens.numel() > 0:
+        lowest, highest = (int(x) for x in tokens.aminmax())
+        if lowest < 0 or highest >= vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
     """Return the kind of rotary embeddings if they change within so many tokens, else None."""
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type")
-    if kind not in ("dynamic", "longrope"):
+    rope, name = moving_rope(config), "original_max_position_embeddings"
+    if rope is None:
         return None
-    trained = rope.get("original_max_position_embeddings")
-    trained = trained or getattr(config, "original_max_position_embeddings", None)
-    trained = trained or config.max_position_embeddings
-    return kind if length > trained else None
+    trained = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
+    return rope["rope_type"] if length > trained else None
 
 
 def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:
@@ -293,15 +282,11 @@ def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:
 
 
 def _call_sizes(length: int, chunks_per_call: int, config: PrefillConfig) -> list[int]:
-    """Cut a length into calls of whole chunks, each of them sparse where one call would be.
-
-    So none is shorter than `min_prefill`, nor a single token, which is a decoding call; a rest that
-    is joins the last one.
-    """
-    least, step = max(config.sparse_from, 2), call_tokens(chunks_per_call, config)
-    sizes = [step] * (length // step)
-    rest = length % step
-    if rest and sizes and rest < least:
+    """Cut a length into calls of whole chunks, each of them sparse where one call would be."""
+    step = call_tokens(chunks_per_call, config)
+    sizes, rest = [step] * (length // step), length % step
+    # A rest shorter than `min_prefill`, or of one token, as a decoding call, joins the last call.
+    if sizes and rest < max(config.sparse_from, 2):
         sizes[-1] += rest
     elif rest:
         sizes.append(rest)

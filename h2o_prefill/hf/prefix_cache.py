@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill
-from h2o_prefill.identity import CHANGED, Origin
-from h2o_prefill.session_file import settings_fields, settings_text
+from h2o_prefill.identity import Origin, changed_text
 from h2o_prefill.state import Checkpoint, PrefillState
 
 # Tokens that a found cache has room for, beyond its own and the rest of the prompt.
@@ -33,8 +31,7 @@ class _Piece:
     ids: Tensor  # int64 [n]
     end: int  # tokens of the prompt up to the last of them
     parent: _Piece | None
-    # A whole chunk, whose end any prompt may go on from; else the end of a text.
-    is_chunk: bool
+    is_chunk: bool  # a whole chunk, whose end any prompt may go on from; else the end of a text
     # For each layer its keys and values [1, Hkv, n, D], and what `crop` or the cache has at `end`;
     # or the whole layer, where it is of another kind.
     layers: list[Any] = field(default_factory=list)
@@ -47,9 +44,12 @@ class _Piece:
         above = [] if self.parent is None else self.parent.path()
         return [*above, self] if self.end else []
 
-    def begins(self, ids: Tensor) -> bool:
-        """Return whether the tokens of a prompt after those above, int64 [n], begin with these."""
-        return ids[: self.ids.shape[0]].equal(self.ids)
+    def matching(self, ids: Tensor) -> Iterator[_Piece]:
+        """Yield the pieces below this one that a prompt, int64 [T], goes on with."""
+        for piece in self.below:
+            if ids[self.end : piece.end].equal(piece.ids):
+                yield piece
+                yield from piece.matching(ids)
 
     def all(self) -> Iterator[_Piece]:
         """Yield all pieces below this one."""
@@ -122,10 +122,10 @@ class PrefixCache:
             return cache, 0
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
         config = enabled.resolve(model, length)
-        now = Origin(weakref.ref(model), settings_fields(config), enabled.marks(model))
+        now = Origin(weakref.ref(model), config, enabled.marks(model))
         with self._lock:
             found = self._root(now)
-            held = _matching(found, input_ids[0].cpu().long())
+            held = found.matching(input_ids[0].cpu().long())
             ends = [x for x in held if x.end < length and not (x.is_chunk and x.end % step)]
             last = max(ends, key=lambda piece: piece.end, default=found)
             self._use(last)
@@ -158,24 +158,19 @@ class PrefixCache:
                 "cache must hold one row of known token ids, and have been used by an enabled model"
             )
         if origin.changed:
-            raise ValueError(
-                f"cache must be of one state of its model, whose {CHANGED[origin.changed]} changed "
-                "since it was filled"
-            )
+            raise ValueError(changed_text(origin.changed))
         ids = known[0].cpu()
-        config = PrefillConfig.parse(settings_text(origin.settings))
-        chunk = config.chunk_size
-        dense = config.exact or cache.min_prefill not in (None, chunk)
+        chunk = origin.settings.chunk_size
+        dense = origin.settings.exact or cache.min_prefill not in (None, chunk)
         with self._lock:
             last = self._root(origin)
             end = last.end + chunk
-            while end <= ids.shape[0] and cache.checkpoint_before(end) == end:
-                if not _is_checkpointed(cache, end, dense):
-                    break
+            while end <= ids.shape[0] and _is_checkpointed(cache, end, dense):
                 last = self._down(last, cache, ids, end, is_chunk=True)
                 end += chunk
             while last.end < ids.shape[0]:
-                held = [x for x in last.below if not x.is_chunk and x.begins(ids[last.end :])]
+                texts = [x for x in last.below if not x.is_chunk]
+                held = [x for x in texts if ids[last.end : x.end].equal(x.ids)]
                 same = next((x for x in held if _has_rows_of(x, cache)), None)
                 if same is None and (other := [x for x in held if x.end == ids.shape[0]]):
                     self._remove(other[0])  # the same tokens by other calls
@@ -229,14 +224,6 @@ class PrefixCache:
             self._remove(min(leaves, key=lambda piece: piece.used))
 
 
-def _matching(root: _Piece, ids: Tensor) -> Iterator[_Piece]:
-    """Yield the pieces that a prompt, int64 [T], begins with."""
-    for piece in root.below:
-        if piece.begins(ids[root.end :]):
-            yield piece
-            yield from _matching(piece, ids)
-
-
 def _is_checkpointed(cache: ChunkedPrefillCache, end: int, dense: bool) -> bool:
     """Return whether the prompt so far came by sparse calls, or is all dense."""
     layers: list[Any] = cache.layers
@@ -247,7 +234,6 @@ def _is_checkpointed(cache: ChunkedPrefillCache, end: int, dense: bool) -> bool:
 
 
 def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:
-    """Return what a piece keeps of a layer."""
     if type(layer) is not ChunkedPrefillLayer or not layer.get_seq_length():
         return _packed(layer)
     rows = tuple(x[:, :, begin:end].clone() for x in layer.rows())
@@ -286,13 +272,12 @@ def _packed(layer: Any) -> Any:
 def _has_rows_of(piece: _Piece, cache: ChunkedPrefillCache) -> bool:
     """Return whether a piece has the keys and values of a cache, to the bit."""
     layers: list[Any] = cache.layers
+    begin = piece.end - piece.ids.shape[0]
     for layer, part in zip(layers, piece.layers, strict=True):
         if not isinstance(part, tuple):
             return False
-        begin = piece.end - piece.ids.shape[0]
-        if not all(
-            x.equal(y[:, :, begin : piece.end]) for x, y in zip(part[0], layer.rows(), strict=True)
-        ):
+        held = (x[:, :, begin : piece.end] for x in layer.rows())
+        if not all(map(torch.equal, part[0], held)):
             return False
     return True
 

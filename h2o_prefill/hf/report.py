@@ -14,17 +14,26 @@ from h2o_prefill.config import PrefillConfig, crossover_text
 from h2o_prefill.hf.forward import EnabledState, LayerCalls
 from h2o_prefill.hf.kinds import (
     NAME,
-    attends_to_tokens_alone,
-    can_be_sparse,
-    chooses_keys,
-    is_attention,
+    WINDOWED,
+    is_causal,
     is_cross_attention,
     layer_type,
-    why_none_sparse,
     window_of,
 )
 from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
+
+# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
+_IN_WORDS = {
+    "sliding_attention": "sliding",
+    "hybrid_sliding": "sliding",
+    "reference_sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "indexed_attention": "of keys that the model chooses itself",
+    "minimax_m3_sparse": "of keys that the model chooses itself",
+    "compressed_sparse_attention": "to compressed keys",
+    "heavily_compressed_attention": "to compressed keys",
+}
 
 
 @dataclass(frozen=True)
@@ -90,24 +99,25 @@ class ModelReport:
 
 def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     """Return what each attention layer of a model does; `enabled` is None if it is not enabled."""
+    name = type(model).__name__
+    if enabled is None:
+        layers = (_report(x, LayerCalls(), NOT_ENABLED) for x in attention_layers(model, None))
+        return ModelReport(name, "", "", tuple(layers))
+    shortest, crossover = None, ""
+    if enabled.config.is_auto:
+        shortest = enabled.shortest_sparse_prompt(model)
+        crossover = crossover_text(enabled.like(model), shortest)
+    measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
     return ModelReport(
-        type(model).__name__,
-        "" if enabled is None else enabled.config.to_string(),
-        "" if enabled is None else enabled.profile,
-        tuple(
-            _report(x, enabled) for x in attention_layers(model, None if enabled is None else NAME)
-        ),
-        None if enabled is None else _estimated_kl(enabled),
-        "" if enabled is None or enabled.select is None else enabled.select.name,
-        *_crossover(model, enabled),
+        name,
+        enabled.config.to_string(),
+        enabled.profile,
+        tuple(_report_of_enabled(x, enabled) for x in attention_layers(model, NAME)),
+        tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None,
+        "" if enabled.select is None else enabled.select.name,
+        shortest,
+        crossover,
     )
-
-
-def _crossover(model: Any, enabled: EnabledState | None) -> tuple[int | None, str]:
-    if enabled is None or not enabled.config.is_auto:
-        return None, ""
-    like, shortest = enabled.like(model), enabled.shortest_sparse_prompt(model)
-    return shortest, crossover_text(like, shortest)
 
 
 def no_model(given: Any) -> ValueError:
@@ -118,9 +128,10 @@ def no_model(given: Any) -> ValueError:
     )
 
 
-def _estimated_kl(enabled: EnabledState) -> tuple[float, ...] | None:
-    measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
-    return tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
+def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention layer, or a part of one."""
+    name = type(module).__name__
+    return any(word in name for word in ("Attention", "Attn", "MLA"))
 
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
@@ -130,7 +141,7 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
         config: Any = getattr(module, "config", None)
         if (
             isinstance(getattr(module, "layer_idx", None), int)
-            and is_attention(module)
+            and _is_attention(module)
             and hasattr(config, "_attn_implementation")
             and implementation in (None, config._attn_implementation)
         ):
@@ -138,17 +149,19 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
-def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
-    calls = LayerCalls() if enabled is None else enabled.calls.get(module.layer_idx, LayerCalls())
-    reason = NOT_ENABLED if enabled is None else _why_dense(module, enabled, calls)
+def _report(module: Any, calls: LayerCalls, reason: str, error: float | None = None) -> LayerReport:
     mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
-    error = None
-    if enabled is not None and (errors := enabled.errors.get(module.layer_idx)) is not None:
-        total, number = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
-        error = total / number if number else None
     return LayerReport(
         layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts
     )
+
+
+def _report_of_enabled(module: Any, enabled: EnabledState) -> LayerReport:
+    calls, error = enabled.calls.get(module.layer_idx, LayerCalls()), None
+    if (errors := enabled.errors.get(module.layer_idx)) is not None:
+        total, number = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
+        error = total / number if number else None
+    return _report(module, calls, _why_dense(module, enabled, calls), error)
 
 
 def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
@@ -159,11 +172,26 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
     kind, window = layer_type(module).replace("_", " "), window_of(module)
     if window is not None:
         kind += ", exact"
-    if not can_be_sparse(module, enabled.config):
+    if not _can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
     if calls.sparse_calls or calls.reason:
         return "" if calls.sparse_calls else calls.reason
     return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"
+
+
+def _chooses_keys(module: nn.Module) -> bool:
+    """Return whether a layer reads its mask to choose keys, as DSA and Doge do."""
+    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
+
+
+def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
+    """Return whether some calls of an attention layer are sparse, by its kind."""
+    if not is_causal(module, {}):
+        return False
+    window = window_of(module)
+    if window is not None:
+        return window > config.chunk_size and config.is_long_call(0, window)
+    return layer_type(module) == "full_attention"
 
 
 def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillConfig) -> list[Any]:
@@ -174,12 +202,12 @@ def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillCo
     the config has others which can be sparse. In a model whose layers add the mask to their logits
     themselves, and so have no config that could name our attention function, it is all `configs`.
     """
-    numbered = [m for m in model.modules() if is_attention(m) and hasattr(m, "layer_idx")]
+    numbered = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
     switched: list[Any] = [module for module in numbered if hasattr(module, "config")]
     if numbered and not switched:
         return configs
-    others = [m.config for m in switched if can_be_sparse(m, config) and not chooses_keys(m)]
-    choosing = [m.config for m in switched if chooses_keys(m)]
+    others = [m.config for m in switched if _can_be_sparse(m, config) and not _chooses_keys(m)]
+    choosing = [m.config for m in switched if _chooses_keys(m)]
     by_choice = [one for one in choosing if all(one is not other for other in others)]
     return by_choice + [
         module.config
@@ -192,25 +220,31 @@ def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillCo
 
 def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     """Record the kinds of the layers of an enabled model; report if none can be sparse."""
-    modules = [module for module in model.modules() if is_attention(module)]
-    numbered = [module for module in modules if hasattr(module, "layer_idx")]
-    configs = [getattr(module, "config", None) for module in numbered]
-    switched = any(getattr(one, "_attn_implementation", None) == NAME for one in configs)
     layers = attention_layers(model, NAME)
-    candidates = [layer for layer in layers if can_be_sparse(layer, enabled.config)]
+    candidates = [layer for layer in layers if _can_be_sparse(layer, enabled.config)]
     windows = [window_of(layer) for layer in candidates]
     enabled.only_windows = bool(windows) and None not in windows
-    enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
+    # DeepSeek V4 hides compressed keys by its mask, in addition to its window.
+    to_tokens_alone = ("full_attention", "linear_attention", *WINDOWED)
+    enabled.leaves_window_masks = all(layer_type(layer) in to_tokens_alone for layer in layers)
     if enabled.leaves_window_masks:
         enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
         enabled.windows.pop(None, None)
-    why = None
-    if layers:
-        kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))
-        why = None if kinds is None else f"its attention is {kinds}"
-    elif not modules:
-        why = "it has no attention layers"
-    elif numbered and not switched:
-        why = "its attention layers do not use transformers' attention interface"
-    if why is not None:
+    if not candidates and (why := _why_none_sparse(model, layers)):
         enabled.report(f"no layer of {type(model).__name__} can be sparse: {why}")
+
+
+def _why_none_sparse(model: PreTrainedModel, layers: list[Any]) -> str:
+    if layers:
+        encoder_decoder = model.config.is_encoder_decoder
+        not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
+        kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
+        # Each once, in the order of the layers.
+        return "its attention is " + " or ".join(dict.fromkeys(_IN_WORDS.get(x, x) for x in kinds))
+    modules = [module for module in model.modules() if _is_attention(module)]
+    if not modules:
+        return "it has no attention layers"
+    configs = [getattr(x, "config", None) for x in modules if hasattr(x, "layer_idx")]
+    if configs and all(getattr(x, "_attn_implementation", None) != NAME for x in configs):
+        return "its attention layers do not use transformers' attention interface"
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ CONTINUES = (
 ANYWHERE, EAGER, GRAPH = "anywhere", "eager", "graph"
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A reason for dense attention."""
 
     applies: Callable[[Call], bool]
@@ -63,9 +62,8 @@ def _is_windowed(call: Call) -> bool:
 
 
 def _is_short(call: Call) -> bool:
-    padding = call.padding
-    if padding is not None:
-        return not padding.has_long_row(call.config, call.prompt_rows)
+    if call.padding is not None:
+        return not call.padding.has_long_row(call.config, call.prompt_rows)
     if not call.config.is_long_call(call.past, call.prompt_rows):
         return True
     # One chunk without history is plain causal attention; only later calls with its cache need
@@ -76,7 +74,7 @@ def _is_short(call: Call) -> bool:
 
 def needs_gradients(call: Call) -> bool:
     """Return whether a gradient of the result may be asked for."""
-    tensors = (call.query, call.key, call.value, call.sinks)
+    tensors = (call.query, call.key, call.value, call.kwargs.get("s_aux"))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -122,14 +120,10 @@ def _is_static_elsewhere(call: Call) -> bool:
     return bool(getattr(layer, "is_compileable", False))
 
 
-def _is_plain(call: Call) -> bool:
-    context = call.context
-    plain = context is None or (call.new, call.total) in context.plain
-    return plain or call.padding is not None
-
-
-def _goes_on_from_padding(call: Call) -> bool:
-    return call.past > 0 and call.cache_layer is not None and call.cache_layer.padded
+def _makes_own_masks(call: Call) -> bool:
+    if call.context is None or call.padding is not None:
+        return False
+    return (call.new, call.total) not in call.context.plain
 
 
 def _mask_reason(call: Call) -> str:
@@ -218,9 +212,9 @@ RULES = (
     ),
     Rule(_is_static_elsewhere, STATIC),
     Rule(lambda call: call.mask is not None, _mask_reason),
-    Rule(lambda call: not _is_plain(call), OWN_MASKS),
+    Rule(_makes_own_masks, OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
-    Rule(_goes_on_from_padding, CONTINUES),
+    Rule(lambda call: call.past > 0 and getattr(call.cache_layer, "padded", False), CONTINUES),
     Rule(lambda call: call.context is None, NOT_ENABLED),
 )
 
