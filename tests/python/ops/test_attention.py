@@ -166,6 +166,14 @@ def over(*positions):
     return call_with("memory_attention", torch.tensor([[positions]], dtype=torch.int32))
 
 
+def accumulate(scores, colsum):
+    memory = torch.tensor([[[1, 2]] * 2], dtype=torch.int32)
+    return lambda: ops.accumulate_scores_(scores, memory, colsum)
+
+
+SCORES = torch.ones(1, 2, 8)
+
+
 def gather(position):
     indices = torch.tensor([[[position]]], dtype=torch.int32)
     return lambda: ops.gather_rows(torch.ones(1, 1, 3, 4), indices)
@@ -179,6 +187,8 @@ def gather(position):
         (over(-2), "got -2"),
         (gather(3), "got 3"),
         (gather(-2), "got -2"),
+        (accumulate(SCORES, SCORES[..., 6:]), "colsum must not share memory with scores"),
+        (accumulate(SCORES[:, :1].expand(1, 2, 8), SCORES[..., :2].clone()), "an address of its"),
         (call_with("sliding_window_attention", 0), "window must be >= 1, got 0"),
         (call_with("sliding_window_attention", 4, past=-1), "the call's 4 tokens, got length 3"),
     ],
@@ -186,6 +196,7 @@ def gather(position):
 def test_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+    assert (SCORES == 1).all()
 
 
 def two_parts(dtype, device, layout="transposed"):
