@@ -103,16 +103,6 @@ def test_without_a_preset_settings_are_those_of_the_profile(
     assert (done.stderr, found) == ("error: found\n", [PROFILE])
 
 
-def test_a_profile_is_named(report, small_commands, profiled):
-    command = [*small_commands["ppl"][:-1], "profile,sink_tokens=1"]
-    command[command.index("--model") + 1] = profiled
-    found, printed = report(*command)
-    config = found["config"]
-    assert config["preset"] == "profile profiled,sink_tokens=1"
-    assert (config["sink_tokens"], config["wide"]) == (1, [[1, 0, 2]])
-    assert "profile profiled" in " ".join(printed.split())
-
-
 def test_ppl(report, small_commands, tmp_path):
     found, table = report(*small_commands["ppl"], "--plot", tmp_path / "p.png")
     expected = [found["dense"]["ppl"], found["sparse"]["ppl"]]
@@ -123,38 +113,31 @@ def test_ppl(report, small_commands, tmp_path):
         assert _row(table, f"chunk {chunk}")[:2] == pytest.approx(expected, abs=5e-4)
     assert found["config"]["text_source"].startswith("text.txt sha256:")
     assert found["config"]["preset"] == PRESET and "recalled keys" not in table
+    assert found["key_tokens"] is None and "LongPPL" not in table
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_options_of_ppl_reach_the_run(report, small_commands):
+def test_options_of_ppl_reach_the_run(report, small_commands, profiled, monkeypatch):
+    # A random model finds no token likely.
+    for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
+        monkeypatch.setattr(scores, name, value)
     found, table = report(
-        *small_commands["ppl"],
-        *("--sink-tokens", 2, "--heavy-budget", 0, "--dtype", "bfloat16", "--protocol", "llamacpp"),
-        *("--windows", "1:", "--preset", f"{PRESET},recall=2,recall_block=8"),
-        *("--select", "sinks_and_window"),
+        *(*small_commands["ppl"], "--model", profiled, "--heavy-budget", 0, "--windows", "1:"),
+        *("--dtype", "bfloat16", "--protocol", "llamacpp", "--select", "sinks_and_window"),
+        *("--preset", "profile,sink_tokens=2,recall=2,recall_block=8", "--long"),
     )
-    config = found["config"]
+    config, keys = found["config"], found["key_tokens"]
+    assert config["preset"].startswith("profile profiled,") and "profile profiled" in table
     assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
     assert (config["dtype"], config["protocol"]) == ("bfloat16", "llamacpp")
-    assert config["select"] == "sinks_and_window" and "select=sinks_and_window" in table
+    assert config["select"] == "sinks_and_window" and config["wide"] == [[1, 0, 2]]
     assert config["windows"][0] == 1 and len(config["windows"]) > 1
     assert "chunk 0" not in table and found["environment"]["threads"] == 1
     (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
     assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
-
-
-def test_ppl_of_key_tokens(report, small_commands, monkeypatch):
-    # A random model finds no token likely.
-    for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
-        monkeypatch.setattr(scores, name, value)
-    found, table = report(*small_commands["ppl"], "--long")
-    keys = found["key_tokens"]
-    assert keys["count"] > 0
     shown = _row(table, f"{keys['count']} key tokens (LongPPL)")
     expected = [keys["dense_ppl"], keys["sparse_ppl"], keys["delta_percent"]]
-    assert shown[:3] == pytest.approx(expected, abs=5e-3)
-    without, table = report(*small_commands["ppl"])
-    assert without["key_tokens"] is None and "LongPPL" not in table
+    assert keys["count"] > 0 and shown[:3] == pytest.approx(expected, abs=5e-3)
 
 
 def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(run, small_commands):
