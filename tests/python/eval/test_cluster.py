@@ -16,6 +16,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import calibrate_heads, evaluate_retrieval, run_ablation
 from h2o_prefill.generation import Corpus, load_model
 from h2o_prefill.generation import cluster as clusters
+from h2o_prefill.generation.prompt_files import answer_prompts
 
 pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")
@@ -89,7 +90,8 @@ def _divide(held, shared, piece):
     return shared // piece
 
 
-def test_retrieval_and_calibration_on_workers_find_the_same(workers, folder, corpus):
+def test_pieces_on_workers_give_the_same(workers, folder, corpus, tmp_path):
+    """Prompts, retrieval and calibration."""
     model, tokenizer = load_model(folder)
     given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
     options = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
@@ -101,6 +103,11 @@ def test_retrieval_and_calibration_on_workers_find_the_same(workers, folder, cor
         calibrate_heads(model, corpus, BASE, cluster=x, **options) for x in (None, workers)
     )
     assert there == here and here.windows == [1, 2, 3, 4]
+    prompts = {name: corpus.text[: 60 + 40 * name] for name in range(4)}
+    for cluster, path in (None, tmp_path / "here"), (workers, tmp_path / "there"):
+        options = {"max_new_tokens": 4, "batch_tokens": 200, "cluster": cluster}
+        assert not answer_prompts(model, tokenizer, prompts, path, BASE, **options).failed
+    assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
 
 
 def test_a_worker_with_another_model_or_version_is_refused(client, workers, folder, monkeypatch):
