@@ -1,6 +1,5 @@
 """Losses beside times of several programs: their processes, windows, baselines, the programs."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -65,17 +64,6 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_fold
     assert pair["our_speedup"] == pytest.approx(row["dense_speedup"])
     decoding = {row["decoding"]: row["milliseconds"] for row in rows if "decoding" in row}
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
-
-
-def test_peers_that_are_missing_are_left_out(tmp_path, monkeypatch):
-    from common.modes import Programs
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    programs = Programs(tmp_path, "model", "bfloat16", 1, 100)
-    with pytest.raises(ImportError, match="pip install zentorch=="):
-        programs.zentorch()
-    with pytest.raises(ImportError, match="no-such-python"):
-        programs.vllm(None, None, tmp_path / "no-such-python")
 
 
 # Files of before the names changed have the old ones.
