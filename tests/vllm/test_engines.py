@@ -59,17 +59,6 @@ def test_a_preempted_request_gives_what_it_gives_alone(make_engine, folder, toke
         torch.testing.assert_close(one.logprobs[:20], other.logprobs[:20], atol=1e-3, rtol=1e-3)
 
 
-def test_without_its_state_a_prefix_is_followed_densely(make_engine, folder, tokens, monkeypatch):
-    monkeypatch.setenv("H2O_PREFILL_CHECKPOINTS", "0")
-    engine, shared = make_engine(folder), tokens(4 * CHUNK, 40)
-    first, second = (shared + tokens(3 * CHUNK + 9, seed) for seed in (41, 42))
-    engine.ask(first)
-    lost, counted = engine.counted(second)
-    assert lost.cached == 4 * CHUNK
-    assert counted == {"state_misses": 1, "lost_tokens": len(second) - 4 * CHUNK}
-    assert len(engine.planner.checkpoints) == engine.planner.checkpoints.nbytes == 0
-
-
 def test_an_engine_starts_again_with_other_settings(make_engine, folder, tokens, monkeypatch):
     ids, settings = tokens(LENGTH), f"{SETTINGS},sink_tokens=2"
     first = make_engine(folder).ask(ids, settings=settings)

@@ -36,11 +36,10 @@ def test_operators_have_cpu_kernels():
     assert with_cuda == (kernels if torch.ops.h2o_prefill.has_cuda() else set())
 
 
-@pytest.mark.parametrize("head_dim", [1, 64, 700])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_linear_attention_is_computed_as_said(name, causal, head_dim):
-    q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
+def test_linear_attention_is_computed_as_said(name, causal):
+    q, k, v = make_qkv(Shape(1, 2, 1, 20, 64, 8), getattr(torch, name))
     q.requires_grad_()
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as run:
