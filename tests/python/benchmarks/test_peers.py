@@ -1,9 +1,5 @@
 """Losses beside times of several programs: their processes, windows, baselines, the programs."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,21 +21,6 @@ def run_alone(run, model_folder, tmp_path, monkeypatch):
         return {row["variant"]: row for row in rows if "variant" in row}, rows
 
     return run_peers
-
-
-def test_a_worker_answers_or_says_what_failed():
-    from common.worker import Worker
-
-    worker = Worker(Path(sys.executable), "collections:Counter", {"a": 1})
-    assert worker.most_common(1) == [("a", 1)] and worker.peak_megabytes() > 1
-    with pytest.raises(RuntimeError, match="collections:Counter: TypeError: 'int' object is not"):
-        worker.update(5)
-    assert worker.most_common(1) == [("a", 1)]
-    worker.close()
-    with pytest.raises(RuntimeError, match="its process ended with -9"):
-        worker.most_common(1)
-    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'missing'"):
-        Worker(Path(sys.executable), "missing:Class", {})
 
 
 def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
@@ -64,21 +45,6 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_fold
     assert pair["our_speedup"] == pytest.approx(row["dense_speedup"])
     decoding = {row["decoding"]: row["milliseconds"] for row in rows if "decoding" in row}
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
-
-
-# Files of before the names changed have the old ones.
-@pytest.mark.parametrize(("config", "results"), [("config", "results"), ("options", "rows")])
-def test_losses_of_another_text_or_model_are_refused(tmp_path, config, results):
-    from common.losses import read_losses
-
-    facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
-    row = {"length": 9, "variant": "a", "delta_percent": 1.0, "kl_estimate": 3.0, "seconds": 2.0}
-    file = tmp_path / "earlier.json"
-    file.write_text(json.dumps({config: {**facts, "presets": ["h2o"]}, results: [row]}))
-    assert read_losses([file], facts) == {(9, "a"): {"delta_percent": 1.0, "kl_estimate": 3.0}}
-    for name in facts:
-        with pytest.raises(ValueError, match=f"got {name} '{facts[name]}' in place of 'other'"):
-            read_losses([file], {**facts, name: "other"})
 
 
 def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
