@@ -24,11 +24,11 @@ def run_alone(run, model_folder, tmp_path, monkeypatch):
 
 
 def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
-    modes, rows = run_alone("--no-package", "--windows", "1:4")
+    modes, rows = run_alone("--no-package", "--windows", "1:3")
     assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
     expected = evaluate_perplexity(
-        model, "pydoc", config, tokenizer=tokenizer, context=200, windows="1:4"
+        model, "pydoc", config, tokenizer=tokenizer, context=200, windows="1:3"
     )
     dense, row = modes[DENSE], modes[SPARSE]
     assert dense["perplexity"] == pytest.approx(expected.dense.ppl, rel=1e-5)
@@ -36,10 +36,10 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_fold
     assert row["perplexity"] == pytest.approx(expected.sparse.ppl, rel=1e-5)
     assert row["delta_percent"] == pytest.approx(expected.delta_percent, rel=1e-3, abs=1e-4)
     assert row["stderr_percent"] == pytest.approx(expected.stderr_percent, rel=1e-3, abs=1e-4)
-    assert row["scored_tokens"] == expected.scored_tokens == 3 * 199
+    assert row["scored_tokens"] == expected.scored_tokens == 2 * 199
     for each in modes.values():
         assert min(each[name] for name in ("seconds", "cold_seconds", "dense_speedup")) > 0
-        assert each["windows"] == [1, 2, 3] and each["bits"] == 16 and each["peak_megabytes"] > 100
+        assert each["windows"] == [1, 2] and each["bits"] == 16 and each["peak_megabytes"] > 100
     (pair,) = [row for row in rows if "baseline" in row]
     assert pair["ours"] == SPARSE and pair["baseline"] == DENSE
     assert pair["our_speedup"] == pytest.approx(row["dense_speedup"])

@@ -26,9 +26,9 @@ FIELDS = {
     "layer crossover": ["dense_milliseconds", "sparse_speedup", "speedup"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
-# These compile the CPU kernels, or programs, again; others have a shorter run below.
+# These take long; some have a shorter run below.
 SLOW = (
-    *("operators colsum", "operators dense", "operators scores"),
+    *("operators colsum", "operators dense", "operators scores", "operators windows"),
     *("linear linear", "layer prefill", "layer crossover"),
 )
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
@@ -95,7 +95,12 @@ def test_options_choose_rows(run):
             ["seconds", "tokens_per_second", "speedup", "rows_speedup"],
             ["dense", "sparse", "dense_rows", "sparse_rows"],
         ),
-        ("session", ["seconds", "speedup", "file_mb"], ["each", "prefixes", "session", "reopened"]),
+        pytest.param(
+            "session",
+            ["seconds", "speedup", "file_mb"],
+            ["each", "prefixes", "session", "reopened"],
+            marks=pytest.mark.slow,
+        ),
         ("decode", ["milliseconds", "tokens_per_second", "speedup"], ["stock", "enabled"]),
         pytest.param(
             "package",
