@@ -92,6 +92,12 @@ def tiny_model(tiny):
     return tiny.make_model()
 
 
+@pytest.fixture(scope="session")
+def model_folder(tiny, tmp_path_factory):
+    """A folder with the small model and its tokenizer."""
+    return str(tiny.save_model(tmp_path_factory.mktemp("model")))
+
+
 @pytest.fixture
 def offline(monkeypatch):
     """Make the hub look out of reach, whether it is or not."""

@@ -50,6 +50,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
         "h2o,wide=1.0x0",
         "h2o,wide=1.0x2+1.0x3",
         "h2o,wide=1.0x4194304",
+        "h2o,recall=1025",
+        "h2o,recall_characters=65",
         "h2o,error_rows=257",
         "h2o,error_threshold=nan",
         "h2o,error_rows=1,max_widen=65",

@@ -1,6 +1,7 @@
 """Calls of an operator, valid, broken or wild, and what must hold of them."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from random_calls.operators import Arguments, draw_arguments
 from random_calls.oracles import check_result
 from torch import Tensor
 
+from h2o_prefill import PrefillConfig
+
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, OverflowError)
 # A valid call gives what the oracle gives, a broken one is refused with a ValueError, and a wild
 # one does either.
 KINDS = ("valid", "valid", "broken", "broken", "wild")
+# What a refusal names beside arguments.
+SUBJECTS = {"preset", "heads", "dims", *(field.name for field in fields(PrefillConfig))}
 
 
 @dataclass(frozen=True)
@@ -26,24 +31,26 @@ class Call:
     # By name: numbers, texts, None, and descriptions of tensors.
     arguments: Arguments
     kind: str
-    # What a broken call was broken by.
+    # What a broken call was broken by, and the arguments that were changed.
     breakage: str = ""
+    changed: tuple[str, ...] = ()
 
 
 def draw_call(draw: Draw, operator: str, kinds: tuple[str, ...] = KINDS) -> Call:
     """Draw a call of an operator."""
     # First, because hypothesis varies later choices less.
     kind, place = draw.choice(kinds), draw.integer(0, 9999)
-    arguments, what = draw_arguments(draw, operator), ""
+    arguments, what, changed = draw_arguments(draw, operator), "", ()
     if kind == "broken":
         changes = breakages(operator, arguments)
         what = list(changes)[place % len(changes)]
         arguments |= changes[what]
+        changed = tuple(changes[what])
     if kind == "wild":
         names = list(arguments)
         for index in draw.sample(draw.integer(1, 3), len(names)):
             arguments[names[index]] = anything(draw)
-    return Call(operator, arguments, kind, what)
+    return Call(operator, arguments, kind, what, changed)
 
 
 def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> None:
@@ -61,6 +68,8 @@ def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> N
         result = operator(*arguments)
     except REFUSALS as error:
         check_refusal(judge, call.kind, error)
+        if call.changed:
+            _check_message(judge, call, [x.name for x in schema], str(error))
         _check_same(judge, arguments, before)
         return
     judge.true(f"accepted although {call.breakage}", call.kind != "broken")
@@ -78,6 +87,17 @@ def check_refusal(judge: Judge, kind: str, error: Exception) -> None:
     judge.true(f"refused although valid: {message}", kind != "valid")
     judge.true(message, "INTERNAL ASSERT" not in message)
     judge.true(message, kind != "broken" or type(error) is ValueError)
+
+
+def _check_message(judge: Judge, call: Call, arguments: list[str], message: str) -> None:
+    """Check that a refusal is one line that names what is wrong, and a number that is."""
+    subject, must, _ = message.partition(" must ")
+    named = set(re.findall(r"\w+", subject))
+    judge.true(message, bool(must) and "\n" not in message)
+    judge.true(message, bool(named & {*arguments, *SUBJECTS}))
+    values = [call.arguments[name] for name in call.changed]
+    if [type(x) for x in values] == [int]:
+        judge.true(message, f", got {values[0]}" in message or call.changed[0] not in named)
 
 
 def _check_same(judge: Judge, arguments: list[Any], before: list[Any]) -> None:

@@ -199,7 +199,8 @@ def _prefill_of_layer(p: Problem) -> Arguments:
 def _prefill_in_place(p: Problem) -> Arguments:
     position, layer = p.position(), p.draw.integer(0, 3)
     width = p.config.of_layer(layer).memory_size
-    memory = p.positions(position.values[1], min(width, 150))
+    # What another prompt left, where this is the first call.
+    memory = p.positions(position.values[1] if p["P"] else 40, min(width, 150))
     buffers = p.resized(C=p["S"] + p.draw.integer(0, 9))
     return {
         "cache_key": buffers.tensor("xBGCD"),

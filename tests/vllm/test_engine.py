@@ -44,21 +44,6 @@ def test_losses_and_answers_are_those_of_transformers(engine, model, folder, tok
     assert answer.tokens == greedy.tolist()
 
 
-def test_settings_of_a_request_count_as_they_should(engine, tokens):
-    ids = tokens(LENGTH, 1)
-    expected = {
-        "dense": {},
-        "exact": {"exact_tokens": LENGTH % PAGE},  # the pages of a lossless prompt are shared
-        "h2o": {"sparse_tokens": LENGTH},
-        "recommended": {"sparse_tokens": LENGTH},
-    }
-    for name, settings in ASKED.items():
-        assert engine.counted(ids, settings=settings, salt="x")[1] == expected[name]
-    _, counted = engine.counted(tokens(CHUNK - 1, 2))
-    assert counted == {}
-    engine.forget()
-
-
 def test_a_batch_gives_what_its_requests_give_alone(engine, tokens):
     lengths = [LENGTH, 3 * CHUNK, 40, 2 * CHUNK + 1, CHUNK]
     prompts = [tokens(length, 10 + i) for i, length in enumerate(lengths)]

@@ -100,10 +100,8 @@ def save_adapter(folder, model, number):
 
 
 def test_each_adapter_has_states_of_its_own(make_engine, folder, tokens, tmp_path):
-    engine, ids = (
-        make_engine(folder, enable_lora=True, max_lora_rank=8, max_loras=2),
-        tokens(LENGTH),
-    )
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    engine, ids = make_engine(folder, **options), tokens(LENGTH)
     model = functools.partial(LlamaForCausalLM.from_pretrained, folder, dtype=torch.float32)
     adapted = [(None, model()), *(save_adapter(tmp_path, model(), number) for number in (1, 2))]
     hit = {"state_hits": 1, "sparse_tokens": LENGTH % 32}

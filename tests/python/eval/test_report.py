@@ -1,15 +1,13 @@
 """What reports and `info` say of versions, machine and build, and how JSON is written."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from op_testing import Shape, make_qkv
 
-from h2o_prefill import _atomic_write, ops
-from h2o_prefill.eval import ablation_table, plots, report
+from h2o_prefill import ops
+from h2o_prefill.eval import report
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
@@ -17,22 +15,6 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     report.write_json(values, tmp_path / "v.json")
     read = json.loads((tmp_path / "v.json").read_text(), parse_constant=pytest.fail)
     assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
-
-
-def test_every_file_replaces_the_old_one_at_once(tmp_path, monkeypatch):
-    def full():
-        raise RuntimeError("no space left")
-
-    scratch = lambda: str(tmp_path / "scratch.svg")  # noqa: E731
-    file = SimpleNamespace(scratch=scratch, commit=full, discard=lambda: None)
-    monkeypatch.setattr(_atomic_write, "_File", lambda path: file)
-    path = tmp_path / "result.svg"
-    path.write_text("cell\n")
-    figure = lambda values, path: plots.save_figure(Figure(), path, "found")  # noqa: E731
-    for write in (report.write_json, ablation_table.add_row, figure):
-        with pytest.raises(OSError, match="no space left"):
-            write({"cell": "new"}, path)
-        assert path.read_text() == "cell\n"
 
 
 def test_environment_names_versions_machine_and_build():
@@ -54,11 +36,10 @@ def test_operators_have_cpu_kernels():
     assert with_cuda == (kernels if torch.ops.h2o_prefill.has_cuda() else set())
 
 
-@pytest.mark.parametrize("head_dim", [1, 64, 700])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_linear_attention_has_kernels_but_for_float64(name, causal, head_dim):
-    q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
+def test_linear_attention_has_kernels_but_for_float64(name, causal):
+    q, k, v = make_qkv(Shape(1, 2, 1, 20, 64, 8), getattr(torch, name))
     q.requires_grad_()
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as run:

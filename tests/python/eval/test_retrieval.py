@@ -91,8 +91,9 @@ def test_scores_the_file_and_the_heat_map(reader, tiny_tokenizer, tmp_path):
         expected = {"dense": 1, "small": outcome.depth / 100, "recall": outcome.depth / 100}
         assert outcome.scores == expected
     assert len({outcome.seed for outcome in result.outcomes}) == 16
-    again = _run(reader, tiny_tokenizer, question="first", **settings)
-    assert [o.answers for o in again.outcomes] == [o.answers for o in result.outcomes]
+    first = {**settings, "tasks": ["single"], "lengths": [900], "question": "first"}
+    again = _run(reader, tiny_tokenizer, **first)
+    assert [o.answers for o in again.outcomes] == [o.answers for o in result.outcomes[:4]]
 
     report = json.loads(format_json(retrieval_report(result, model="reader")))
     assert report["config"]["variants"]["recall"]["recall"] == 2

@@ -106,15 +106,6 @@ def test_short_prompts_have_no_state(tiny_model, small_config):
     assert profile_memory(tiny_model, [15], small_config).state_bytes.tolist() == [0]
 
 
-def test_progress_and_the_model_as_it_was(tiny_model, small_config):
-    steps = []
-    tiny_model.train()
-    profile_memory(tiny_model, [16, 32], small_config, on_progress=lambda *step: steps.append(step))
-    assert [step[:2] for step in steps] == [(done, 4) for done in range(5)]
-    assert steps[1][2] == "16 tokens sparse, memory"
-    assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
-
-
 def test_figures_show_the_tables(frame, tiny_model, small_config, tmp_path):
     (whole,) = plot_memory_profile(frame, tmp_path / "m.png", "a title").axes
     tops = {}

@@ -183,8 +183,9 @@ def test_ids_default_to_lines_and_texts_may_hold_anything(answer, tmp_path):
     assert not answer(prompts).failed and answer(prompts).reused == 2
 
 
-def test_the_command_line_on_a_cluster(tiny, prompts, tmp_path, monkeypatch):
-    pytest.importorskip("distributed")
+@pytest.fixture
+def generate(tiny, prompts, tmp_path):
+    """Run the command line on the prompts; options say where."""
     testing = pytest.importorskip("typer.testing")
     from h2o_prefill.cli.app import app
 
@@ -194,15 +195,26 @@ def test_the_command_line_on_a_cluster(tiny, prompts, tmp_path, monkeypatch):
     command += ["--preset", "h2o,chunk_size=16,local_window=4,heavy_budget=4"]
     command += ["--max-new-tokens", "5", "--batch-tokens", "500"]
     command += ["--input", str(tmp_path / "p.jsonl"), "--output"]
-    here = testing.CliRunner().invoke(app, [*command, str(tmp_path / "here.jsonl")])
-    assert here.exit_code == 0, here.output
-    assert "9 prompts, 0 of them answered before" in here.stderr
-    there = [*command, str(tmp_path / "there.jsonl")]
-    done = testing.CliRunner().invoke(app, [*there, "--workers", "1"])
+    return lambda *words: testing.CliRunner().invoke(app, [*command, *map(str, words)])
+
+
+def test_the_command_line(generate, prompts, tmp_path, monkeypatch):
+    done = generate(tmp_path / "o.jsonl")
     assert done.exit_code == 0, done.output
-    assert "dashboard of 1 workers: http://127.0.0.1" in done.stderr
-    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+    assert "9 prompts, 0 of them answered before" in done.stderr
+    assert [row["id"] for row in _read(tmp_path / "o.jsonl")] == list(prompts)
     monkeypatch.setitem(sys.modules, "distributed", None)
-    done = testing.CliRunner().invoke(app, [*there, "--workers", "1"])
+    done = generate(tmp_path / "other.jsonl", "--workers", "1")
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
     assert "need Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_line_on_a_cluster(generate, tmp_path):
+    pytest.importorskip("distributed")
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    generate(here)
+    done = generate(there, "--workers", "1")
+    assert done.exit_code == 0, done.output
+    assert "dashboard of 1 workers: http://127.0.0.1" in done.stderr
+    assert there.read_bytes() == here.read_bytes()

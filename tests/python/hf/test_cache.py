@@ -7,11 +7,9 @@ import warnings
 import pytest
 import torch
 from hf_helpers import (
-    EXACT,
     RECALL,
     SPARSE,
     assert_close,
-    assert_same_state,
     failing,
     in_calls,
     new_cache,
@@ -20,7 +18,6 @@ from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import enable
-from h2o_prefill.state import PrefillState
 
 SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
@@ -42,16 +39,6 @@ def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(ll
         in_calls(llama, short, ids[:, :51], (32, 1, 1, 1, 16))
         for memory in short.layers[0].state.memory[0]:
             assert {31, 32, 33, 34} <= set(memory.tolist())
-
-
-def test_history_that_came_densely_is_a_candidate(llama, make_ids, sparse_layers):
-    ids = make_ids(1, 52)
-    stock = llama(ids).logits
-    with enable(llama, **EXACT):
-        cache = new_cache(llama)
-        ours = in_calls(llama, cache, ids, (9, 43))
-    assert_close(ours, stock)
-    assert sparse_layers == [43, 43]
 
 
 COPIES = {
@@ -88,17 +75,6 @@ def test_an_emptied_cache_is_as_a_new_one(llama, ids, how):
         assert torch.equal(llama(ids, past_key_values=cache).logits, first)
 
 
-def test_crop_of_decoded_tokens_leaves_no_trace(llama, ids):
-    with enable(llama, **RECALL):
-        cache, other = (new_cache(llama) for _ in range(2))
-        in_calls(llama, cache, ids[:, :38], (32, 1, 1, 1, 1, 1, 1))
-        cache.crop(-6)
-        llama(ids[:, :32], past_key_values=other)
-        assert_same_state(cache.layers[1].state, other.layers[1].state)
-        ours = llama(ids[:, 32:], past_key_values=cache).logits
-        assert torch.equal(ours, llama(ids[:, 32:], past_key_values=other).logits)
-
-
 @pytest.mark.parametrize("kept", [71, 65, 64, 50, 16, 3])
 def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
     with enable(llama, **RECALL, error_rows=4):
@@ -115,18 +91,6 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
             assert torch.equal(state.memory, memory) and torch.equal(state.errors, old.errors)
         assert llama(ids[:, kept:], past_key_values=cache).logits.isfinite().all()
         assert cache.layers[0].state.length == (72 if kept < 71 else 71)
-
-
-def test_truncating_a_state_leaves_it_alone():
-    sets, errors = torch.arange(6).int().expand(1, 2, 6), torch.ones(1, 2, 4)
-    state = PrefillState(torch.rand(1, 2, 40), sets, 40, 32, errors)
-    assert state.truncated(40) is state
-    assert state.truncated(0) is None
-    inside, before = state.truncated(33), state.truncated(32)
-    assert torch.equal(inside.memory, state.memory) and inside.last_chunk_begin == 32
-    assert inside.errors is before.errors is errors
-    assert bool((before.memory == -1).all()) and before.last_chunk_begin == 0
-    assert torch.equal(before.scores, state.scores[..., :32]) and state.length == 40
 
 
 def test_rows_can_be_repeated_selected_and_reordered(llama, make_ids):

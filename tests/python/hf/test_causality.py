@@ -21,7 +21,8 @@ NAMED = {
 }
 # And settings of every kind: heads and layers that are wide, or widened, dense tails, characters.
 DRAWN = [draw_settings(Draw(random.Random(seed)), 40, layers=2, kv_heads=2) for seed in range(36)]
-OPTIONS = {**NAMED, **{f"drawn {i}": config for i, config in enumerate(DRAWN)}}
+EXACT = {"exact": preset_config("exact", chunk_size=16)}
+OPTIONS = {**NAMED, **EXACT, **{f"drawn {i}": config for i, config in enumerate(DRAWN)}}
 # New tokens of each call of the prompt. After a call that ends inside a chunk, and one that is too
 # short to be sparse, chunks and blocks begin at odd places.
 CALLS = {"one": [72], "two": [32, 40], "three": [24, 5, 43]}
@@ -57,8 +58,8 @@ def leaking_tokens(model, ids, calls):
 
 
 ALL = [(option, *call) for option in OPTIONS for call in EVERY_CALL]
-# Every option in calls of one kind; of the kinds the next for the next option.
-SAMPLED = [(x, *EVERY_CALL[i % len(EVERY_CALL)]) for i, x in enumerate(OPTIONS)]
+# Half of the options in calls of one kind; of the kinds the next for the next option.
+SAMPLED = [(x, *EVERY_CALL[i % len(EVERY_CALL)]) for i, x in enumerate([*OPTIONS][: 4 + 18])]
 
 
 @pytest.mark.parametrize(
@@ -90,5 +91,6 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(llama, prompt, o
 
 
 def test_every_setting_is_among_the_options():
+    sampled = [OPTIONS[option] for option, *_ in SAMPLED]
     for field in dataclasses.fields(PrefillConfig):
-        assert len({getattr(config, field.name) for config in OPTIONS.values()}) > 1, field.name
+        assert len({getattr(config, field.name) for config in sampled}) > 1, field.name

@@ -46,12 +46,23 @@ def both_ways(family, implementation):
     return implementation == "eager" or family not in ("gemma2", "gpt-oss")
 
 
-MODELS = [(x, how) for x in FAMILIES for how in ("sdpa", "eager") if both_ways(x, how)]
+WAYS = ("sdpa", "eager")
+ALL = [(x, how, kind) for x in FAMILIES for how in WAYS if both_ways(x, how) for kind in CACHES]
 
 
-@pytest.fixture
-def model(build, request):
-    return build(*request.param)
+def points(families=FAMILIES, kinds=CACHES):
+    """Return points of the matrix: each family with each cache, each way with either.
+
+    What is the one way for one cache is the other for the next; the rest takes minutes.
+    """
+    marked = []
+    for family, how, kind in ALL:
+        place = list(FAMILIES).index(family) + list(CACHES).index(kind)
+        first = how == WAYS[place % 2] or not both_ways(family, "sdpa")
+        marks = () if first else pytest.mark.slow
+        if family in families and kind in kinds:
+            marked.append(pytest.param(family, how, kind, marks=marks))
+    return pytest.mark.parametrize(("family", "implementation", "kind"), marked)
 
 
 def generate(model, ids, kind, **more):
@@ -59,11 +70,12 @@ def generate(model, ids, kind, **more):
     return model.generate(ids, **cache, **more, **GREEDY)
 
 
-@pytest.mark.parametrize("model", MODELS, indirect=True, ids="-".join)
-@pytest.mark.parametrize("kind", CACHES)
-def test_with_room_for_everything_it_is_stock(model, ids, sparse_layers, request, kind):
+@points()
+def test_with_room_for_everything_it_is_stock(
+    build, ids, sparse_layers, family, implementation, kind
+):
     """In one call, in several, and generating; also with the preset `exact`."""
-    sparse = FAMILIES[request.node.callspec.params["model"][0]]
+    model, sparse = build(family, implementation), FAMILIES[family]
     stock, text = model(ids).logits, generate(model, ids, "none")
     for settings in (EXACT, {"config": "exact", "chunk_size": 16}):
         sparse_layers.clear()
@@ -113,9 +125,7 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(build, ids, family, opti
             assert torch.equal(cache.token_ids, ids)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama4"])
-@pytest.mark.parametrize("kind", CACHES)
+@points(["llama", "qwen3", "gemma3", "llama4"])
 def test_any_cache_and_prefill_chunk_size_generate_the_same(
     build, ids, sparse_layers, family, implementation, kind
 ):
@@ -133,9 +143,11 @@ def test_any_cache_and_prefill_chunk_size_generate_the_same(
             assert torch.equal(made, whole)
 
 
-@pytest.mark.parametrize("model", MODELS, indirect=True, ids="-".join)
-@pytest.mark.parametrize("kind", ["ours", "dynamic", "dynamic without config"])
-def test_no_layer_whose_window_hides_keys_needs_a_mask(model, ids, monkeypatch, kind):
+@points(kinds=["ours", "dynamic", "dynamic without config"])
+def test_no_layer_whose_window_hides_keys_needs_a_mask(
+    build, ids, monkeypatch, family, implementation, kind
+):
+    model = build(family, implementation)
 
     def refuse(**arguments):
         raise AssertionError(f"a mask of {arguments['q_length']} x {arguments['kv_length']}")

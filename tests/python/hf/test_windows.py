@@ -72,31 +72,21 @@ def test_a_prompt_that_fits_the_window_is_sparse(
 
 
 @every_model
-def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
-    build, prompt, sparse_layers, name, implementation
-):
-    model, sliding = windowed(build, name, TOKENS - 1, implementation), MODELS[name][3]
-    stock = model(prompt).logits
-    with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
-        warnings.simplefilter("always")
-        assert_close(model(prompt).logits, stock)
-    assert sparse_layers == [TOKENS] * (2 - sliding)
-    assert any("prompt does not fit into" in str(w.message) for w in caught) == (sliding == 2)
-
-
-@every_model
-@pytest.mark.parametrize("window", [TOKENS - 1, TOKENS, 30])
-def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
+@pytest.mark.parametrize("window", [TOKENS - 1, TOKENS])
+def test_one_token_more_than_the_window_and_a_second_call_are_as_stock_there(
     build, prompt, sparse_layers, name, implementation, window
 ):
-    model = windowed(build, name, window, implementation)
-    stock = model(prompt).logits
-    with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
-        warnings.simplefilter("always")
-        assert_close(in_calls(model, new_cache(model), prompt, (20, 20)), stock)
-    reasons = [str(w.message) for w in caught if "h2o_prefill" in str(w.message)]
-    assert any("sliding or chunked layers" in x for x in reasons) == (window == TOKENS)
-    assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][3])
+    """A cache of a layer whose window held all so far keeps no state for a second call."""
+    model, full = windowed(build, name, window, implementation), 2 - MODELS[name][3]
+    stock, calls, said = model(prompt).logits, [(TOKENS,), (20, 20)], []
+    for lengths in calls:
+        with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
+            warnings.simplefilter("always")
+            assert_close(in_calls(model, new_cache(model), prompt, lengths), stock)
+        said.append(" ".join(str(w.message) for w in caught))
+    assert sparse_layers == [TOKENS] * (2 if window == TOKENS else full) + [20] * (2 + full)
+    assert ("prompt does not fit into" in said[0]) == (window < TOKENS and full == 0)
+    assert ("sliding or chunked layers" in said[1]) == (window == TOKENS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])

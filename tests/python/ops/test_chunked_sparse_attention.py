@@ -131,23 +131,3 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
     scale = 100 / (q @ k.transpose(-1, -2)).abs().max().item()
     out, scores, *_ = compare_with_oracle(*OPERATORS, *call(q, k, v)[:10], scale=scale)
     assert torch.isfinite(out).all() and torch.isfinite(scores).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"settings": "h3o"}, 'preset must be one of exact, recommended, h2o, got "h3o"'),
-        ({"v": torch.randn(1, 2, 19, 16)}, "v must have the length of k"),
-        ({"errors": torch.ones(1, 2, 4).int()}, "errors must be float32, got int32"),
-        ({"errors": torch.zeros(1, 3, 4)}, r"errors must have shape \[1, 2, 4\], got \[1, 3, 4"),
-        ({"settings": "h2o,wide=0.2x4"}, "wide must name KV heads below 2, got 2"),
-        ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),
-    ],
-    ids=lambda x: str(list(x)) if isinstance(x, dict) else "",
-)
-def test_wrong_arguments(change, message):
-    q, k, v = make_qkv(Shape(1, 4, 2, 20, 16, 16))
-    absent = ("scores", "memory", "recall_offsets", "recall_positions", "recall_visible_from")
-    good = {**dict.fromkeys(absent), "q": q, "k": k, "v": v, "last_chunk_begin": 0}
-    with pytest.raises(ValueError, match=message):
-        ops.chunked_sparse_attention(**(good | {"settings": "h2o"} | change))

@@ -99,14 +99,6 @@ def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_runs(dtype, head_dim, name):
-    results = as_tuple(every_operator(dtype, head_dim, head_dim)[name]())
-    assert all(not x.is_floating_point() or not x.isnan().any() for x in results)
-
-
 # More row tiles than a GPU runs at once, and more tiles of keys than the rings have buffers.
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["chunks", "memory", "dense", "window", "recall"])

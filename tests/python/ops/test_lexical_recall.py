@@ -53,20 +53,3 @@ def test_matches_that_overlap_are_passed_over_at_once():
 def test_lists_without_end_are_refused(tokens):
     with pytest.raises(ValueError, match="recall must list at most 67108864 keys for the blocks"):
         ops.lexical_recall(tokens, 0, recall_text(1024, 1, 1024, **MOST))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, recall_text(8, 3, 1)), "chunk_size must be a multiple of recall_block, got 8 and 3"),
-        ((0, recall_text(8, 4, 2**40)), "recall must be <= 1024, got 1099511627776"),
-        (
-            (0, recall_text(8, 4, 1, recall_characters=65)),
-            "recall_characters must be <= 64, got 65",
-        ),
-        ((0, recall_text(8, 4, 1), torch.zeros(2, 3)), "token_text must be int32, got float32"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int64), *arguments)

@@ -1,5 +1,7 @@
 """One graph that prefills and decodes in place: torch.compile, torch.export, static caches."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,13 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
     for layer in range(2):
         assert (buffers[5 * layer + 3] >= 0).all() and buffers[5 * layer + 2].any()
     assert recall_lists(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
+
+
+def test_a_scripted_module_gives_the_same(decoder, prompt):
+    scripted = copy.deepcopy(decoder)
+    scripted.attention = torch.jit.script(decoder.attention)
+    with torch.no_grad():
+        assert_same_answers(scripted, decoder, prompt)
 
 
 @pytest.mark.slow
