@@ -5,8 +5,6 @@
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
-#include <cinttypes>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -182,12 +180,6 @@ std::string of_version_1(const std::string& settings) {
                      number(head.substr(times)) * (is_wide ? number(factor) : 1), "+");
   }
   return kept + "wide=" + (wide.empty() ? "none" : wide.substr(0, wide.size() - 1));
-}
-
-std::string hexadecimal(uint64_t number) {
-  char text[17];
-  std::snprintf(text, sizeof text, "%016" PRIx64, number);
-  return text;
 }
 
 // Where in the text of a header the checksum is: quotes inside of metadata are escaped.
