@@ -38,9 +38,8 @@ size_t bytes_of(at::ScalarType dtype, const std::vector<int64_t>& shape) {
 }
 
 size_t rank_of(at::ScalarType dtype) {
-  const auto* const found = std::find_if(kCodes.begin(), kCodes.end(),
-                                         [&](const auto& code) { return code.second == dtype; });
-  return found - kCodes.begin();
+  return std::ranges::find(kCodes, dtype, [](const auto& code) { return code.second; }) -
+         kCodes.begin();
 }
 
 at::ScalarType dtype_of(std::string_view code) {
