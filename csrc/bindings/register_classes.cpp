@@ -9,6 +9,7 @@
 
 #include "common/checks.h"
 #include "common/config_fields.h"
+#include "common/holder.h"
 #include "common/memory_sets.h"
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
@@ -24,12 +25,7 @@ namespace {
 
 using torch::arg;
 
-// Registered classes are reference-counted; the plain aggregate is not.
-struct ConfigHolder : torch::CustomClassHolder {
-  explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.check(); }
-  const PrefillConfig config;
-};
-using Config = c10::intrusive_ptr<ConfigHolder>;
+using Config = Held<PrefillConfig>;
 using Chunks = c10::intrusive_ptr<ChunkManager>;
 using Cache = c10::intrusive_ptr<ChunkedKVCache>;
 using Tracker = c10::intrusive_ptr<MemorySetTracker>;
@@ -59,23 +55,9 @@ StateFields fields_of(const LayerState& state) {
   return {state.scores, state.memory, state.last_chunk_begin, state.errors};
 }
 
-Config hold(PrefillConfig config) { return c10::make_intrusive<ConfigHolder>(std::move(config)); }
-
-// Returns a method of PrefillConfig as a method of its holder.
-template <typename Result, typename... Arguments>
-auto of(Result (PrefillConfig::*method)(Arguments...) const) {
-  return [method](const Config& self, Arguments... arguments) {
-    if constexpr (std::is_same_v<Result, PrefillConfig>) {
-      return hold((self->config.*method)(arguments...));
-    } else {
-      return (self->config.*method)(arguments...);
-    }
-  };
-}
-
 // The constructor takes every field by name, and there is a read-only attribute for each.
 template <typename... Fields>
-void add_fields(torch::class_<ConfigHolder>& cls, const ConfigField<Fields>&... fields) {
+void add_fields(torch::class_<Holder<PrefillConfig>>& cls, const ConfigField<Fields>&... fields) {
   const PrefillConfig defaults;
   cls.def(torch::init([fields...](Fields... values) {
             PrefillConfig config;
@@ -85,7 +67,7 @@ void add_fields(torch::class_<ConfigHolder>& cls, const ConfigField<Fields>&... 
           "Settings of one sparse prefill; see h2o_prefill.PrefillConfig for the meaning of each.",
           {(arg(fields.name) = defaults.*fields.member)...});
   (cls.def_property(fields.name,
-                    [member = fields.member](const Config& self) { return self->config.*member; }),
+                    [member = fields.member](const Config& self) { return self->held.*member; }),
    ...);
 }
 
@@ -99,7 +81,7 @@ void add_state(torch::class_<T>& cls) {
 }
 
 void register_config(torch::Library& m) {
-  auto cls = m.class_<ConfigHolder>("PrefillConfig");
+  auto cls = m.class_<Holder<PrefillConfig>>("PrefillConfig");
   std::apply([&](const auto&... fields) { add_fields(cls, fields...); }, kConfigFields);
   cls.def_static(
          "preset", [](const std::string& name) { return hold(PrefillConfig::preset(name)); },
@@ -113,7 +95,7 @@ void register_config(torch::Library& m) {
           "Return the names of the presets.")
       .def("with_fields",
            [](const Config& self, const std::string& fields) {
-             return hold(self->config.with(fields));
+             return hold(self->held.with(fields));
            },
            "Return a copy with the fields of a text like \"local_window=256\" changed.",
            {arg("fields")})
@@ -131,33 +113,33 @@ void register_config(torch::Library& m) {
            "Return the positions that a memory set holds at most: K + L + H.")
       .def("memory_width",
            [](const Config& self, const at::Tensor& errors) {
-             return memory_width(errors, self->config);
+             return memory_width(errors, self->held);
            },
            "Return the most positions of a head's memory set with these errors, [B, Hkv, 4].",
            {arg("errors")})
       .def("record_errors",
            [](const Config& self, const at::Tensor& errors, const at::Tensor& error) {
              check_errors(errors, error.unsqueeze(-1));
-             record_errors(errors, error, widening_of(self->config));
+             record_errors(errors, error, widening_of(self->held));
            },
            "Add the errors of a chunk, [B, Hkv], to errors, float32 [B, Hkv, 4], in place.",
            {arg("errors"), arg("error")})
       .def("measured_rows",
            [](const Config& self, int64_t begin, int64_t count) {
-             return measured_rows(self->config, begin, count);
+             return measured_rows(self->held, begin, count);
            },
            "Return which of the `count` rows of a chunk that begins at `begin` are measured.",
            {arg("begin"), arg("count")})
       .def("next_memory",
            [](const Config& self, const StateFields& state) {
-             return next_memory(layer_state(state), self->config);
+             return next_memory(layer_state(state), self->held);
            },
            "Return the memory sets that the next chunk after a state attends to.", {arg("state")})
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",
            [](const Config& self, const at::Tensor& like, int64_t layers, int64_t kv_heads) {
-             return shortest_sparse_prompt(self->config, device_cost(like).sparse_product, layers,
+             return shortest_sparse_prompt(self->held, device_cost(like).sparse_product, layers,
                                            kv_heads);
            },
            "Return the length from which sparse attention is faster on the device of a tensor.",
@@ -179,7 +161,7 @@ void register_config(torch::Library& m) {
            {arg("past"), arg("num_tokens")})
       .def("last_chunk_begin", of(&PrefillConfig::last_chunk_begin),
            "Return where the last chunk of a call begins.", {arg("past"), arg("num_tokens")})
-      .def_pickle([](const Config& self) { return self->config.to_fields(); },
+      .def_pickle([](const Config& self) { return self->held.to_fields(); },
                   [](const std::string& fields) { return hold(PrefillConfig::parse(fields)); });
 }
 
@@ -246,7 +228,7 @@ void register_tracker(torch::Library& m) {
       .def_static(
           "for_config",
           [](int64_t num_layers, const Config& config) {
-            return c10::make_intrusive<MemorySetTracker>(num_layers, config->config);
+            return c10::make_intrusive<MemorySetTracker>(num_layers, config->held);
           },
           "Return a tracker with the budgets of a config, whose wide layers have larger "
           "sets.")
@@ -313,9 +295,7 @@ void register_past(torch::Library& m) {
            "The rows that a range of chunks can see of the past of one layer.",
            {arg("begin"), arg("needed"), arg("key"), arg("value"), arg("room") = 0,
             arg("memory") = std::optional<RowFields>()})
-      .def(
-          "table", [](const Past& self) { return self->table(); },
-          "Return the positions of the rows, int64 [P].")
+      .def("table", of(&CompactPast::table), "Return the positions of the rows, int64 [P].")
       .def("keys", &CompactPast::keys, "Return the keys [B, Hkv, P + own, D].")
       .def("values", &CompactPast::values, "Return the values [B, Hkv, P + own, Dv].")
       .def("append", &CompactPast::append,
@@ -341,7 +321,7 @@ void register_past(torch::Library& m) {
            [](const Past& self, const StateFields& state, const at::Tensor& keys,
               const at::Tensor& values, const Config& config) {
              const MemoryRows rows =
-                 self->memory_rows(layer_state(state), keys, values, config->config);
+                 self->memory_rows(layer_state(state), keys, values, config->held);
              return RowFields{rows.positions, rows.scores, rows.keys, rows.values, rows.errors};
            },
            "Return the memory sets that the next range begins with.",
@@ -356,7 +336,7 @@ void register_past(torch::Library& m) {
 void register_attention(torch::Library& m) {
   m.class_<ChunkedSparseAttention>("ChunkedSparseAttention")
       .def(torch::init([](const Config& config) {
-             return c10::make_intrusive<ChunkedSparseAttention>(config->config);
+             return c10::make_intrusive<ChunkedSparseAttention>(config->held);
            }),
            "Attention of one model under chunked sparse prefill; holds the settings only.",
            {arg("config")})
@@ -374,9 +354,7 @@ void register_attention(torch::Library& m) {
            {arg("layer"), arg("query"), arg("key"), arg("value"), arg("cache"), arg("tracker"),
             arg("scale") = std::optional<double>(), arg("recall") = std::optional<Lists>(),
             arg("window") = std::optional<int64_t>()})
-      .def(
-          "config", [](const Attention& self) { return hold(self->config()); },
-          "Return the settings.")
+      .def("config", of(&ChunkedSparseAttention::config), "Return the settings.")
       .def_pickle(
           [](const Attention& self) { return self->config().to_fields(); },
           [](const std::string& fields) {
@@ -388,7 +366,7 @@ void register_context(torch::Library& m) {
   auto cls = m.class_<PrefillContext>("PrefillContext");
   cls.def(torch::init(
               [](int64_t num_layers, int64_t max_tokens, const Config& config, bool checkpoints) {
-                return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config,
+                return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->held,
                                                            checkpoints);
               }),
           "The state of one prompt: settings, keys and values, scores and memory sets, token "
@@ -421,14 +399,9 @@ void register_context(torch::Library& m) {
            "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
            {arg("length")})
       .def("reset", &PrefillContext::reset, "Forget the prompt; the buffers stay allocated.")
-      .def(
-          "config", [](const Context& self) { return hold(self->config()); },
-          "Return the settings.")
-      .def(
-          "cache", [](const Context& self) { return self->cache(); }, "Return keys and values.")
-      .def(
-          "tracker", [](const Context& self) { return self->tracker(); },
-          "Return scores and memory sets.")
+      .def("config", of(&PrefillContext::config), "Return the settings.")
+      .def("cache", of(&PrefillContext::cache), "Return keys and values.")
+      .def("tracker", of(&PrefillContext::tracker), "Return scores and memory sets.")
       .def(
           "token_ids",
           [](const Context& self) {

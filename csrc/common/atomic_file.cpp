@@ -1,5 +1,6 @@
 #include "common/atomic_file.h"
 
+#include <c10/core/GeneratorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
@@ -10,9 +11,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <random>
 #include <stdexcept>
 #include <system_error>
+
+#include "common/rules.h"
 
 namespace h2o_prefill {
 namespace {
@@ -21,17 +23,6 @@ namespace fs = std::filesystem;
 
 constexpr size_t kRandomDigits = 16;
 constexpr size_t kLongestStem = 200;  // of a name's 255 bytes
-
-std::string random_digits() {
-  std::random_device source;
-  std::string digits;
-  while (digits.size() < kRandomDigits) {
-    char text[9];
-    std::snprintf(text, sizeof text, "%08x", source());
-    digits += text;
-  }
-  return digits;
-}
 
 // ".name.0123456789abcdef.part.json": the suffix stays last, by which writers choose a format.
 std::string prefix_of(const fs::path& target) {
@@ -79,7 +70,8 @@ void AtomicFile::discard() {
 
 // Returns false if another process took the file for a leftover before it was locked.
 bool AtomicFile::make_scratch() {
-  scratch_ = target_.parent_path() / (prefix_of(target_) + random_digits() + suffix_of(target_));
+  const std::string digits = hexadecimal(c10::detail::getNonDeterministicRandom());
+  scratch_ = target_.parent_path() / (prefix_of(target_) + digits + suffix_of(target_));
   struct stat replaced{};
   const bool replaces = stat(target_.c_str(), &replaced) == 0;
   const mode_t mode = replaces ? 0600 : 0666;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <tuple>
 
@@ -19,13 +20,15 @@ struct AttentionArguments {
   std::optional<double> softmax_scale = {};
   // [Hq]: a further logit of each row's denominators, in the output once and in the column sums of
   // either key set.
-  std::optional<at::Tensor> sinks = {};
+  OptionalTensor sinks = {};
   double softcap = 0.0;  // logits z become softcap tanh(z / softcap); 0: no cap
 
   int64_t length() const { return query.size(2); }
   int64_t total() const { return key.size(2); }
   int64_t past() const { return total() - length(); }
-  double scale() const { return scale_or_default(softmax_scale, query.size(3)); }
+  double scale() const {
+    return softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
+  }
   bool is_plain() const { return !sinks && softcap == 0.0; }
   bool is_empty() const { return query.numel() == 0; }
 
@@ -55,8 +58,8 @@ void check_memory_attention(const AttentionArguments& x, const at::Tensor& indic
 
 template <Attention attend>
 at::Tensor dense_attention_entry(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 std::optional<double> scale,
-                                 const std::optional<at::Tensor>& sinks, double softcap) {
+                                 std::optional<double> scale, const OptionalTensor& sinks,
+                                 double softcap) {
   const AttentionArguments x{q, k, v, scale, sinks, softcap};
   check_dense_attention(x);
   return attend(x);
@@ -65,7 +68,7 @@ at::Tensor dense_attention_entry(const at::Tensor& q, const at::Tensor& k, const
 template <WindowAttention attend>
 std::tuple<at::Tensor, at::Tensor> sliding_window_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+    std::optional<double> scale, const OptionalTensor& sinks, double softcap) {
   const AttentionArguments x{q, k, v, scale, sinks, softcap};
   check_sliding_window_attention(x, window);
   return attend(x, window);

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <iterator>
+#include <map>
 
 namespace h2o_prefill {
 
@@ -23,6 +25,13 @@ struct StateBuffers {
   at::Tensor memory;
   at::Tensor errors;
 };
+
+// The last of the lengths at which checkpoints are kept, up to this one; 0 if there is none.
+template <typename T>
+int64_t checkpoint_before(const std::map<int64_t, T>& kept, int64_t length) {
+  const auto after = kept.upper_bound(length);
+  return after == kept.begin() ? 0 : std::prev(after)->first;
+}
 
 // Scores [B, Hkv, any] of the positions of memory sets [B, Hkv, M]; 0 where those are -1.
 at::Tensor scores_of_sets(const at::Tensor& scores, const at::Tensor& memory);

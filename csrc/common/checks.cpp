@@ -20,9 +20,7 @@ namespace {
 using at::Tensor;
 
 void check_indices(const char* name, const Tensor& indices, const Tensor& x) {
-  check_per_kv_head(name, indices, x);
-  check_dtype(name, indices, at::kInt);
-  check_device(name, indices, x, "the other tensors");
+  check_per_kv_head(name, indices, x, at::kInt, "the other tensors");
 }
 
 // Calls check(list, count) with every list of int32 [B, Hkv, M] that the host can read.
@@ -118,7 +116,7 @@ void check_no_internal_overlap(const NamedTensor& written) {
                     written.tensor.sizes(), " with strides ", written.tensor.strides());
 }
 
-void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTensor> others) {
+void check_no_overlap(const NamedTensor& written, c10::ArrayRef<NamedTensor> others) {
   for (const NamedTensor& other : others) {
     TORCH_CHECK_VALUE(!share_memory(written.tensor, other.tensor), other.name,
                       " must not share memory with ", written.name,
@@ -162,10 +160,13 @@ void check_logit_options(const AttentionArguments& x) {
   check_size("sinks", *x.sinks, 0, x.query.size(1), "one entry a query head");
 }
 
-void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x) {
+void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x, at::ScalarType dtype,
+                       const char* of) {
   check_dims(name, t, 3);
   check_size(name, t, 0, x.size(0), "the batch size");
   check_size(name, t, 1, x.size(1), "the KV heads");
+  check_dtype(name, t, dtype);
+  check_device(name, t, x, of);
 }
 
 void check_memory_sets(const char* name, const Tensor& memory, const Tensor& x, int64_t length) {

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
-#include <initializer_list>
 #include <optional>
 
 #include "common/attention.h"
@@ -23,7 +23,7 @@ void check_no_internal_overlap(const NamedTensor& written);
 
 // Throws c10::ValueError that names both if `written` shares memory with one of `others`. Parts of
 // one tensor pass if they have no element in common.
-void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTensor> others);
+void check_no_overlap(const NamedTensor& written, c10::ArrayRef<NamedTensor> others);
 
 // q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
 // softmax scale, which must be finite.
@@ -32,8 +32,9 @@ void check_qkv(const AttentionArguments& x);
 // sinks: floating point [Hq], on the device of the query. softcap: finite, not negative.
 void check_logit_options(const AttentionArguments& x);
 
-// [B, Hkv, *] for x [B, Hkv, ...].
-void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x);
+// [B, Hkv, *] of this dtype for x [B, Hkv, ...], on its device, which `of` describes.
+void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x,
+                       at::ScalarType dtype, const char* of);
 
 // int32 [B, Hkv, M] for x, on its device: memory sets, so strictly ascending positions below
 // `length`, then -1.

@@ -1,6 +1,7 @@
 #include "h2o_prefill/config.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <charconv>
@@ -41,12 +42,6 @@ const std::vector<Preset>& presets() {
   return all;
 }
 
-std::string join(const std::vector<std::string>& parts, const char* separator) {
-  std::string all;
-  for (const std::string& part : parts) all += (all.empty() ? "" : separator) + part;
-  return all;
-}
-
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   for (;;) {
@@ -74,7 +69,7 @@ std::string to_text(const std::optional<int64_t>& value) {
 std::string to_text(const std::vector<int64_t>& values) {
   std::vector<std::string> texts;
   for (const int64_t value : values) texts.push_back(std::to_string(value));
-  return texts.empty() ? kNone : join(texts, "+");
+  return texts.empty() ? kNone : c10::Join("+", texts);
 }
 std::string to_text(double value) {
   char digits[32];
@@ -87,7 +82,7 @@ std::string to_text(const std::vector<std::vector<int64_t>>& wide) {
     const std::string head = x.size() == 3 ? "." + to_text(x[1]) : "";
     texts.push_back(to_text(x[0]) + head + "x" + to_text(x.back()));
   }
-  return texts.empty() ? kNone : join(texts, "+");
+  return texts.empty() ? kNone : c10::Join("+", texts);
 }
 
 template <typename Number>
@@ -144,12 +139,6 @@ const char* form_of(const std::string&) { return "a text"; }
 const char* form_of(const std::optional<int64_t>&) { return "an int, auto or none"; }
 const char* form_of(const std::vector<int64_t>&) { return "layers like 7+17, or none"; }
 
-std::vector<std::string> field_names() {
-  std::vector<std::string> names;
-  for_each_field([&](const auto& field) { names.push_back(field.name); });
-  return names;
-}
-
 void set_field(PrefillConfig& config, std::string_view name, std::string_view text) {
   bool known = false;
   for_each_field([&](const auto& field) {
@@ -159,8 +148,11 @@ void set_field(PrefillConfig& config, std::string_view name, std::string_view te
     TORCH_CHECK_VALUE(parse_value(text, value), name, " must be ", form_of(value), ", got \"", text,
                       '"');
   });
+  const auto names = [](const auto&... fields) {
+    return c10::Join(", ", std::vector<std::string>{fields.name...});
+  };
   TORCH_CHECK_VALUE(known, '"', name, "\" is no setting of PrefillConfig, whose settings are ",
-                    join(field_names(), ", "));
+                    std::apply(names, kConfigFields));
 }
 
 // A text like "a=1,b=2" by field.
@@ -180,11 +172,12 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
   return given;
 }
 
-// The fields in which two configs differ, as texts.
-std::vector<std::string> differences(const PrefillConfig& config, const PrefillConfig& base) {
+// The fields as texts; with a base, the ones that differ from it.
+std::vector<std::string> field_texts(const PrefillConfig& config,
+                                     const PrefillConfig* base = nullptr) {
   std::vector<std::string> texts;
   for_each_field([&](const auto& field) {
-    if (config.*field.member == base.*field.member) return;
+    if (base && config.*field.member == base->*field.member) return;
     texts.push_back(std::string(field.name) + "=" + to_text(config.*field.member));
   });
   return texts;
@@ -227,10 +220,6 @@ void check_range(const char* name, const std::vector<std::vector<int64_t>>& wide
   }
 }
 
-bool contains(const std::vector<int64_t>& layers, int64_t layer) {
-  return std::find(layers.begin(), layers.end(), layer) != layers.end();
-}
-
 }  // namespace
 
 const std::vector<std::string>& PrefillConfig::preset_names() {
@@ -246,8 +235,8 @@ PrefillConfig PrefillConfig::preset(std::string_view name) {
   for (const Preset& preset : presets()) {
     if (name == preset.name) return preset.config;
   }
-  TORCH_CHECK_VALUE(false, "preset must be one of ", join(preset_names(), ", "), ", got \"", name,
-                    '"');
+  TORCH_CHECK_VALUE(false, "preset must be one of ", c10::Join(", ", preset_names()), ", got \"",
+                    name, '"');
 }
 
 PrefillConfig PrefillConfig::parse(std::string_view text) {
@@ -273,20 +262,14 @@ std::string PrefillConfig::to_string() const {
   std::vector<std::string> shortest;
   for (const Preset& preset : presets()) {
     if (preset.config.exact != exact) continue;
-    std::vector<std::string> parts = differences(*this, preset.config);
+    std::vector<std::string> parts = field_texts(*this, &preset.config);
     parts.insert(parts.begin(), preset.name);
     if (shortest.empty() || parts.size() < shortest.size()) shortest = std::move(parts);
   }
-  return join(shortest, ",");
+  return c10::Join(",", shortest);
 }
 
-std::string PrefillConfig::to_fields() const {
-  std::vector<std::string> parts;
-  for_each_field([&](const auto& field) {
-    parts.push_back(std::string(field.name) + "=" + to_text(this->*field.member));
-  });
-  return join(parts, ",");
-}
+std::string PrefillConfig::to_fields() const { return c10::Join(",", field_texts(*this)); }
 
 void PrefillConfig::check() const {
   for_each_field([&](const auto& field) {
@@ -299,7 +282,8 @@ void PrefillConfig::check() const {
     check_at_most("local_window and heavy_budget, multiplied by their factors,", budget * factor,
                   kLargestBudget);
   }
-  check_gqa_reduce(gqa_reduce);
+  TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
+                    "gqa_reduce must be \"sum\" or \"max\", got \"", gqa_reduce, '"');
   if (recall > 0) check_recall_block(chunk_size, recall_block);
 }
 
@@ -323,7 +307,7 @@ std::vector<std::string> PrefillConfig::advice() const {
 void PrefillConfig::validate() const {
   check();
   if (const auto sentences = advice(); !sentences.empty()) {
-    TORCH_WARN_ONCE("h2o_prefill: ", join(sentences, "; "));
+    TORCH_WARN_ONCE("h2o_prefill: ", c10::Join("; ", sentences));
   }
 }
 
@@ -371,7 +355,9 @@ bool PrefillConfig::matches(const PrefillConfig& other) const {
   return mine == its;
 }
 
-bool PrefillConfig::is_dense_layer(int64_t layer) const { return contains(dense_layers, layer); }
+bool PrefillConfig::is_dense_layer(int64_t layer) const {
+  return std::ranges::find(dense_layers, layer) != dense_layers.end();
+}
 
 bool PrefillConfig::is_long_call(int64_t past, int64_t num_tokens) const {
   const bool decodes = num_tokens == 1 && past > 0;

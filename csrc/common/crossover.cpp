@@ -61,10 +61,6 @@ class SparseProducts {
   double before_ = 0;
 };
 
-double dense_products(int64_t tokens) {
-  return static_cast<double>(tokens) * static_cast<double>(tokens + 1) / 2;
-}
-
 // How many heads of all layers that are not dense have each factor.
 std::map<int64_t, int64_t> heads_by_factor(const PrefillConfig& config, int64_t layers,
                                            int64_t kv_heads) {
@@ -117,12 +113,12 @@ int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_produc
   for (int64_t chunk = 0; chunk < kMostChunks; ++chunk) {
     for (int64_t rows = step; rows <= size; rows += step) {
       const int64_t tokens = chunk * size + rows;
+      const double dense = static_cast<double>(tokens) * static_cast<double>(tokens + 1) / 2;
       double products = 0;
       for (const Heads& x : sparse) {
         products += static_cast<double>(x.count) * x.products.with(rows);
       }
-      const double gain =
-          static_cast<double>(count) * dense_products(tokens) / (sparse_product * products);
+      const double gain = static_cast<double>(count) * dense / (sparse_product * products);
       if (count > 0 && gain < kLeastGain) shortest = tokens + step;
     }
     for (Heads& x : sparse) x.products.end_chunk();

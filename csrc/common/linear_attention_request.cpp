@@ -78,82 +78,20 @@ void LinearAttentionRequest::check() const {
   check_states(*this);
 }
 
-LinearAttentionResult attend_causally(
-    const LinearAttentionRequest& r,
-    const std::function<void(const LinearAttentionParams&)>& kernel) {
-  const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  const auto data = [](const at::Tensor& t) {
-    return t.defined() ? t.const_data_ptr<float>() : nullptr;
-  };
-  const auto q = with_contiguous_rows(r.query), k = with_contiguous_rows(r.key);
-  const auto v = with_contiguous_rows(r.value);
-  const auto decay = r.decay_by_token();
-  const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
-  const auto options = k.options().dtype(at::kFloat);
-  auto out = empty_heads(q.size(0), q.size(1), r.length(), v.size(3), q);
-  auto last_state = at::empty({k.size(0), k.size(1), k.size(3), v.size(3)}, options);
-  auto last_normalizer = at::empty({k.size(0), k.size(1), r.normalize ? k.size(3) : 0}, options);
-  if (k.size(0) == 0 || k.size(2) == 0) {
-    // Without tokens the states stay as they are.
-    state.defined() ? last_state.copy_(state) : last_state.zero_();
-    normalizer.defined() ? last_normalizer.copy_(normalizer) : last_normalizer.zero_();
-    return {out, last_state, last_normalizer};
-  }
-  kernel({.query = heads_view(q),
-          .key = heads_view(k),
-          .value = heads_view(v),
-          .out = heads_view(out),
-          .log_decay = data(decay),
-          .decay_stride_batch = decay.defined() ? decay.stride(0) : 0,
-          .decay_stride_head = decay.defined() ? decay.stride(1) : 0,
-          .decay_stride_row = decay.defined() ? decay.stride(2) : 0,
-          .state = data(state),
-          .normalizer = data(normalizer),
-          .last_state = last_state.mutable_data_ptr<float>(),
-          .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
-          .feature_map = r.feature_map,
-          .normalize = r.normalize,
-          .scale = static_cast<float>(r.scale)});
-  return {out, last_state, last_normalizer};
-}
-
-void check_linear_attention_gradients(const LinearAttentionRequest& r,
-                                      const LinearAttentionGradients& gradients) {
-  const std::array<int64_t, 4> sizes{r.query.size(0), r.query.size(1), r.length(), r.value.size(3)};
+void LinearAttentionRequest::check(const LinearAttentionGradients& gradients) const {
+  const std::array<int64_t, 4> sizes{query.size(0), query.size(1), length(), value.size(3)};
   check_dims("grad_out", gradients.out, 4);
-  check_same_kind("grad_out", gradients.out, r.query, "q");
+  check_same_kind("grad_out", gradients.out, query, "q");
   TORCH_CHECK_VALUE(gradients.out.sizes() == at::IntArrayRef(sizes), "grad_out must have shape ",
                     at::IntArrayRef(sizes), ", got ", gradients.out.sizes());
-  const int64_t batch = r.key.size(0), heads = r.key.size(1), dim = r.key.size(3);
+  const int64_t batch = key.size(0), heads = key.size(1), dim = key.size(3);
   if (gradients.state.defined()) {
-    check_accumulated("grad_state", gradients.state, r.query, {batch, heads, dim, r.value.size(3)});
+    check_accumulated("grad_state", gradients.state, query, {batch, heads, dim, value.size(3)});
   }
   if (gradients.normalizer.defined()) {
-    check_accumulated("grad_normalizer", gradients.normalizer, r.query,
-                      {batch, heads, r.normalize ? dim : 0});
+    check_accumulated("grad_normalizer", gradients.normalizer, query,
+                      {batch, heads, normalize ? dim : 0});
   }
-}
-
-LinearAttentionRequest checked_linear_attention_request(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
-    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
-    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
-    std::optional<double> scale) {
-  LinearAttentionRequest request{q,
-                                 k,
-                                 v,
-                                 log_decay.value_or(at::Tensor()),
-                                 initial_state.value_or(at::Tensor()),
-                                 initial_normalizer.value_or(at::Tensor()),
-                                 feature_map_named(feature_map),
-                                 chunk_size,
-                                 causal,
-                                 diagonal_once,
-                                 normalize,
-                                 scale.value_or(1.0)};
-  request.check();
-  return request;
 }
 
 }  // namespace h2o_prefill

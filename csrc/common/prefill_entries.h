@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "common/prefill_request.h"
+#include "common/rules.h"
 #include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
@@ -17,69 +18,65 @@ namespace h2o_prefill {
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
 // From the three optional tensors of a schema.
-inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
-                                const std::optional<at::Tensor>& positions,
-                                const std::optional<at::Tensor>& visible_from) {
-  return {.offsets = offsets.value_or(at::Tensor()),
-          .positions = positions.value_or(at::Tensor()),
-          .visible_from = visible_from.value_or(at::Tensor())};
+inline RecallLists recall_lists(const OptionalTensor& offsets, const OptionalTensor& positions,
+                                const OptionalTensor& visible_from) {
+  return {.offsets = or_undefined(offsets),
+          .positions = or_undefined(positions),
+          .visible_from = or_undefined(visible_from)};
 }
 
-// The checked request of a call that returns scores and memory as new tensors.
-inline PrefillRequest functional_request(const AttentionArguments& x,
-                                         const std::optional<at::Tensor>& memory,
-                                         int64_t last_chunk_begin, const RecallLists& recall,
-                                         const PrefillConfig& settings) {
+// out, scores, memory, errors
+using PrefillResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// A call that returns its state as new tensors: sparse or dense as the settings of a model say for
+// the layer, or sparse if there is no layer.
+template <SparseAttention attend, Attention attend_densely>
+PrefillResult attend_with_copies(const AttentionArguments& x, const OptionalTensor& scores,
+                                 const OptionalTensor& memory, const OptionalTensor& errors,
+                                 int64_t last_chunk_begin, const RecallLists& recall,
+                                 const PrefillConfig& settings, std::optional<int64_t> layer) {
   PrefillRequest request{x};
-  request.start = memory.value_or(at::Tensor());
+  request.start = or_undefined(memory);
   request.last_chunk_begin = last_chunk_begin;
   request.recall = recall;
   request.settings = settings;
   request.check();
-  return request;
+  const bool is_sparse = !layer || settings.is_sparse(*layer, x.past(), x.length());
+  request.take_copies(scores, memory, errors, /*keep=*/!is_sparse || x.is_empty());
+  at::Tensor out = x.is_empty() ? x.empty_out()
+                   : is_sparse  ? attend(request)
+                                : attend_densely(request);
+  return {std::move(out), std::move(request.scores), std::move(request.memory),
+          std::move(request.errors)};
 }
 
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
 template <SparseAttention attend>
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
-    const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
-    std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap, const std::optional<at::Tensor>& errors) {
-  PrefillRequest request =
-      functional_request({q, k, v, scale, sinks, softcap}, memory, last_chunk_begin,
-                         recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                         *read_settings(settings));
-  request.take_copies(scores, memory, errors, /*keep=*/request.is_empty());
-  at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
-  return {std::move(out), std::move(request.scores), std::move(request.memory),
-          std::move(request.errors)};
+PrefillResult chunked_sparse_attention_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& scores,
+    const OptionalTensor& memory, const OptionalTensor& recall_offsets,
+    const OptionalTensor& recall_positions, const OptionalTensor& recall_visible_from,
+    int64_t last_chunk_begin, std::string_view settings, std::optional<double> scale,
+    const OptionalTensor& sinks, double softcap, const OptionalTensor& errors) {
+  return attend_with_copies<attend, nullptr>(
+      {q, k, v, scale, sinks, softcap}, scores, memory, errors, last_chunk_begin,
+      recall_lists(recall_offsets, recall_positions, recall_visible_from), *read_settings(settings),
+      /*layer=*/std::nullopt);
 }
 
 // h2o_prefill::prefill_attention
 template <SparseAttention attend, Attention attend_densely>
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
-    const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
-    std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap, const std::optional<at::Tensor>& errors) {
-  PrefillRequest request =
-      functional_request({q, k, v, scale, sinks, softcap}, memory, last_chunk_begin,
-                         recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                         layer_settings(settings, layer));
-  const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
-  request.take_copies(scores, memory, errors, /*keep=*/!is_sparse);
-  at::Tensor out = request.is_empty() ? request.empty_out()
-                   : is_sparse        ? attend(request)
-                                      : attend_densely(request);
-  return {std::move(out), std::move(request.scores), std::move(request.memory),
-          std::move(request.errors)};
+PrefillResult prefill_attention_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& scores,
+    const OptionalTensor& memory, const OptionalTensor& recall_offsets,
+    const OptionalTensor& recall_positions, const OptionalTensor& recall_visible_from,
+    int64_t last_chunk_begin, int64_t layer, std::string_view settings, std::optional<double> scale,
+    const OptionalTensor& sinks, double softcap, const OptionalTensor& errors) {
+  check_at_least("layer", layer, 0);
+  return attend_with_copies<attend, attend_densely>(
+      {q, k, v, scale, sinks, softcap}, scores, memory, errors, last_chunk_begin,
+      recall_lists(recall_offsets, recall_positions, recall_visible_from),
+      read_settings(settings)->of_layer(layer), layer);
 }
 
 // h2o_prefill::prefill_attention_
@@ -87,21 +84,19 @@ template <SparseAttention attend, Attention attend_densely, WindowAttention atte
 at::Tensor prefill_attention_in_place_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& cache_key,
     at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const at::Tensor& position,
-    const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
-    const std::optional<at::Tensor>& errors, std::optional<int64_t> window,
-    const std::optional<at::Tensor>& checkpoint_memory,
-    const std::optional<at::Tensor>& checkpoint_scores,
-    const std::optional<at::Tensor>& checkpoint_errors) {
+    const OptionalTensor& recall_offsets, const OptionalTensor& recall_positions,
+    const OptionalTensor& recall_visible_from, int64_t layer, std::string_view settings,
+    std::optional<double> scale, const OptionalTensor& sinks, double softcap,
+    const OptionalTensor& errors, std::optional<int64_t> window,
+    const OptionalTensor& checkpoint_memory, const OptionalTensor& checkpoint_scores,
+    const OptionalTensor& checkpoint_errors) {
   const PlacedCall call = place_call(
       {q, k, v, scale, sinks, softcap},
-      {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())}, position,
+      {cache_key, cache_value, scores, memory, or_undefined(errors)}, position,
       recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, window,
-      {.memory = checkpoint_memory.value_or(at::Tensor()),
-       .scores = checkpoint_scores.value_or(at::Tensor()),
-       .errors = checkpoint_errors.value_or(at::Tensor())});
+      {.memory = or_undefined(checkpoint_memory),
+       .scores = or_undefined(checkpoint_scores),
+       .errors = or_undefined(checkpoint_errors)});
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   if (call.is_sparse) return attend(request);

@@ -58,24 +58,30 @@ void check_recall_values(const RecallLists& lists, int64_t total) {
   });
 }
 
+std::vector<NamedTensor> given_tensors(const RecallLists& lists) {
+  std::vector<NamedTensor> given;
+  for (const auto& list : {NamedTensor{"recall_offsets", lists.offsets},
+                           NamedTensor{"recall_positions", lists.positions},
+                           NamedTensor{"recall_visible_from", lists.visible_from}}) {
+    if (list.tensor.defined()) given.push_back(list);
+  }
+  return given;
+}
+
 void check_recall_lists(const PrefillRequest& request) {
   const RecallLists& lists = request.recall;
-  const bool any =
-      lists.offsets.defined() || lists.positions.defined() || lists.visible_from.defined();
-  if (!any) return;
+  const auto given = given_tensors(lists);
+  if (given.empty()) return;
   TORCH_CHECK_VALUE(
-      lists.offsets.defined() && lists.positions.defined() && lists.visible_from.defined(),
+      given.size() == 3,
       "recall_offsets, recall_positions and recall_visible_from must be given together");
   check_recall_block(request.settings.chunk_size, request.settings.recall_block);
-  const auto check_list = [&](const char* name, const at::Tensor& list) {
+  for (const auto& [name, list] : given) {
     check_dims(name, list, 1);
     check_dtype(name, list, at::kInt);
     // The host finds them (see lexical_recall); a kernel of another device copies them.
     if (!list.is_cpu()) check_device(name, list, request.query, "q");
-  };
-  check_list("recall_offsets", lists.offsets);
-  check_list("recall_positions", lists.positions);
-  check_list("recall_visible_from", lists.visible_from);
+  }
   const int64_t offsets = request.query.size(0) * request.recall_blocks() + 1;
   TORCH_CHECK_VALUE(lists.offsets.size(0) == offsets, "recall_offsets must have ", offsets,
                     " entries, one a block of ", request.settings.recall_block,
@@ -115,12 +121,8 @@ void check_buffers(const AttentionArguments& x, const PrefillBuffers& buffers, i
   TORCH_CHECK_VALUE(past <= capacity && q.size(2) <= capacity - past,
                     "cache_key must have room for the tokens before the call, ", past,
                     ", and its own, ", q.size(2), ", got a capacity of ", capacity);
-  check_per_kv_head("scores", buffers.scores, k);
-  check_dtype("scores", buffers.scores, accumulate_type(q));
-  check_device("scores", buffers.scores, q, "q");
-  check_per_kv_head("memory", buffers.memory, k);
-  check_dtype("memory", buffers.memory, at::kInt);
-  check_device("memory", buffers.memory, q, "q");
+  check_per_kv_head("scores", buffers.scores, k, accumulate_type(q), "q");
+  check_per_kv_head("memory", buffers.memory, k, at::kInt, "q");
   if (buffers.errors.defined()) check_errors(buffers.errors, k, /*is_state=*/past > 0);
 }
 
@@ -128,29 +130,22 @@ void check_buffers(const AttentionArguments& x, const PrefillBuffers& buffers, i
 // their destination.
 void check_overlaps(const AttentionArguments& x, const PrefillBuffers& buffers,
                     const at::Tensor& position, const RecallLists& recall) {
-  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
-  const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
-      scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
-  std::vector<NamedTensor> all{key, value, scores, memory};
-  if (buffers.errors.defined()) {
-    const NamedTensor errors{"errors", buffers.errors};
-    for (const auto& written : all) check_no_overlap(written, {errors});
-    check_no_overlap(errors, {{"k", k}, {"v", v}});
-    all.push_back(errors);
+  std::vector<NamedTensor> written{{"cache_key", buffers.key},
+                                   {"cache_value", buffers.value},
+                                   {"scores", buffers.scores},
+                                   {"memory", buffers.memory}};
+  if (buffers.errors.defined()) written.push_back({"errors", buffers.errors});
+  std::vector<NamedTensor> read = given_tensors(recall);
+  read.push_back({"q", x.query});
+  read.push_back({"position", position});
+  if (x.sinks) read.push_back({"sinks", *x.sinks});
+  for (size_t i = 0; i < written.size(); ++i) {
+    check_no_internal_overlap(written[i]);
+    check_no_overlap(written[i], read);
+    check_no_overlap(written[i], c10::ArrayRef(written).slice(i + 1));
+    if (i != 0) check_no_overlap(written[i], {{"k", x.key}});
+    if (i != 1) check_no_overlap(written[i], {{"v", x.value}});
   }
-  for (const auto& written : all) {
-    check_no_internal_overlap(written);
-    check_no_overlap(written, {{"q", q}, {"position", position}});
-    if (x.sinks) check_no_overlap(written, {{"sinks", *x.sinks}});
-    if (!recall.offsets.defined()) continue;
-    check_no_overlap(written, {{"recall_offsets", recall.offsets},
-                               {"recall_positions", recall.positions},
-                               {"recall_visible_from", recall.visible_from}});
-  }
-  check_no_overlap(key, {value, scores, memory, {"v", v}});
-  check_no_overlap(value, {scores, memory, {"k", k}});
-  check_no_overlap(scores, {memory, {"k", k}, {"v", v}});
-  check_no_overlap(memory, {{"k", k}, {"v", v}});
 }
 
 // The buffers that only a sparse call writes.
@@ -247,13 +242,11 @@ void PrefillRequest::check() const {
   check_recall_lists(*this);
 }
 
-void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores,
-                                 const std::optional<at::Tensor>& earlier_memory,
-                                 const std::optional<at::Tensor>& earlier_errors, bool keep) {
+void PrefillRequest::take_copies(const OptionalTensor& earlier_scores,
+                                 const OptionalTensor& earlier_memory,
+                                 const OptionalTensor& earlier_errors, bool keep) {
   if (earlier_scores) {
-    check_per_kv_head("scores", *earlier_scores, key);
-    check_dtype("scores", *earlier_scores, accumulate_type(query));
-    check_device("scores", *earlier_scores, query, "q");
+    check_per_kv_head("scores", *earlier_scores, key, accumulate_type(query), "q");
     TORCH_CHECK_VALUE(earlier_scores->size(2) <= total(), "scores must not be longer than k (",
                       total(), "), got ", earlier_scores->size(2));
   }
@@ -367,11 +360,6 @@ std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
   if (known.size() >= kMostTexts) known.clear();
   known.emplace(text, config);
   return config;
-}
-
-PrefillConfig layer_settings(std::string_view text, int64_t layer) {
-  check_at_least("layer", layer, 0);
-  return read_settings(text)->of_layer(layer);
 }
 
 }  // namespace h2o_prefill

@@ -11,6 +11,7 @@
 
 #include "common/attention.h"
 #include "common/memory_sets.h"
+#include "common/tensors.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
 #include "kernels/widening.h"
@@ -95,9 +96,8 @@ struct PrefillRequest : AttentionArguments {
   // Gives the call its own scores and memory, which continue the earlier ones. Throws
   // c10::ValueError if these do not belong to the call. keep: the call is dense, so the sets are
   // copied in the width of these settings, and new positions have score 0.
-  void take_copies(const std::optional<at::Tensor>& earlier_scores,
-                   const std::optional<at::Tensor>& earlier_memory,
-                   const std::optional<at::Tensor>& earlier_errors, bool keep);
+  void take_copies(const OptionalTensor& earlier_scores, const OptionalTensor& earlier_memory,
+                   const OptionalTensor& earlier_errors, bool keep);
 
   // The lists as kernels read them. lists: on the kernels' device, contiguous.
   RecallView recall_view(const RecallLists& lists) const;
@@ -143,6 +143,5 @@ struct Position {
 
 // Parses a settings text; results are cached.
 std::shared_ptr<const PrefillConfig> read_settings(std::string_view text);
-PrefillConfig layer_settings(std::string_view text, int64_t layer);
 
 }  // namespace h2o_prefill

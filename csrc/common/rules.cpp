@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
-#include <sstream>
+#include <iomanip>
 
 #include "common/config_fields.h"
 
@@ -13,9 +13,11 @@ std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNa
 
 std::string describe(const at::Tensor& t) {
   if (!t.defined()) return "none";
-  std::ostringstream text;
-  text << t.sizes() << ' ' << dtype_name(t.scalar_type()) << " on " << t.device();
-  return text.str();
+  return c10::str(t.sizes(), ' ', dtype_name(t.scalar_type()), " on ", t.device());
+}
+
+std::string hexadecimal(uint64_t number) {
+  return c10::str(std::setbase(16), std::setfill('0'), std::setw(16), number);
 }
 
 void check_at_least(const char* name, int64_t value, int64_t least) {
@@ -48,11 +50,6 @@ void check_num_layers(int64_t num_layers) {
 }
 
 void check_layer(int64_t layer, int64_t num_layers) { check_index("layer", layer, num_layers); }
-
-void check_gqa_reduce(std::string_view gqa_reduce) {
-  TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
-                    "gqa_reduce must be \"sum\" or \"max\", got \"", gqa_reduce, "\"");
-}
 
 void check_recall_block(int64_t chunk_size, int64_t recall_block) {
   TORCH_CHECK_VALUE(chunk_size % recall_block == 0,

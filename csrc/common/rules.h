@@ -17,6 +17,9 @@ std::string dtype_name(at::ScalarType type);
 // "[2, 3] int64 on cpu", or "none" for an undefined tensor.
 std::string describe(const at::Tensor& t);
 
+// A number as 16 digits.
+std::string hexadecimal(uint64_t number);
+
 void check_at_least(const char* name, int64_t value, int64_t least);
 void check_at_most(const char* name, int64_t value, int64_t most);
 // In [0, end).
@@ -27,7 +30,6 @@ void check_between(const char* name, int64_t value, int64_t least, int64_t most)
 void check_call_tokens(int64_t past, int64_t num_tokens);
 void check_num_layers(int64_t num_layers);
 void check_layer(int64_t layer, int64_t num_layers);
-void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);
 
 // A strided tensor with this number of dimensions.

@@ -4,38 +4,34 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <cstdint>
+
 #include "h2o_prefill/ops.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
-
-#include <cstdint>
 #endif
 
 namespace h2o_prefill {
+
 namespace {
 
+// Requests huge pages for a large CPU tensor that is about to be written in full: one page fault
+// for 2 MiB instead of 512, which take 3 times as long. Has no effect where the system has none.
+void advise_huge_pages([[maybe_unused]] const at::Tensor& t) {
 #ifdef __linux__
-
-// Smaller tensors often reuse freed memory, whose pages are mapped already.
-constexpr int64_t kLeastAdvisedBytes = int64_t{32} << 20;
-constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-
-#endif
-
-}  // namespace
-
-void advise_huge_pages(const at::Tensor& t) {
-#ifdef __linux__
+  // Smaller tensors often reuse freed memory, whose pages are mapped already.
+  constexpr int64_t kLeastAdvisedBytes = int64_t{32} << 20;
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
   if (!t.is_cpu() || static_cast<int64_t>(t.nbytes()) < kLeastAdvisedBytes) return;
   const auto first = reinterpret_cast<uintptr_t>(t.data_ptr());
-  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t begin = round_up(first, kHugePage);
   const uintptr_t end = (first + t.nbytes()) / kHugePage * kHugePage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  static_cast<void>(t);
 #endif
 }
+
+}  // namespace
 
 at::ScalarType accumulate_type(const at::Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -139,8 +139,7 @@ at::Tensor ChunkedKVCache::key(int64_t layer) const { return rows_of(layer, &Lay
 at::Tensor ChunkedKVCache::value(int64_t layer) const { return rows_of(layer, &Layer::value); }
 
 void ChunkedKVCache::truncate(int64_t length) {
-  check_at_least("length", length, 0);
-  for (Layer& layer : layers_) layer.length = std::min(layer.length, length);
+  for (int64_t layer = 0; layer < num_layers(); ++layer) truncate_layer(layer, length);
 }
 
 void ChunkedKVCache::truncate_layer(int64_t layer, int64_t length) {
@@ -167,27 +166,26 @@ std::vector<at::Tensor> ChunkedKVCache::state_tensors() const {
 
 c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kCacheHeaderFields, kCacheLayerFields);
-  auto cache = c10::make_intrusive<ChunkedKVCache>(header.num_layers(), header[0], header[1]);
+  StateReader state(tensors, kCacheHeaderFields, kCacheLayerFields);
+  auto cache =
+      c10::make_intrusive<ChunkedKVCache>(state.num_layers(), state.field(0), state.field(1));
   const StateGuard guard;
-  size_t next = 1;
-  for (int64_t i = 0; i < header.num_layers(); ++i) {
-    const int64_t length = header.layer(i)[0];
-    const int64_t capacity = header.layer(i)[1];
+  for (int64_t i = 0; i < state.num_layers(); ++i) {
+    const int64_t length = state.layer(i)[0];
+    const int64_t capacity = state.layer(i)[1];
     TORCH_CHECK_VALUE(0 <= length && length <= capacity && capacity <= cache->max_capacity_,
                       "tensors must be a state of ChunkedKVCache, got length ", length,
                       " and capacity ", capacity, " for layer ", i);
     if (capacity == 0) continue;
-    check_more(tensors, next, 2, "key and value", i);
-    const at::Tensor& key = tensors[next++];
-    const at::Tensor& value = tensors[next++];
+    const at::Tensor* const of_layer = state.take(2, "key and value", i);
+    const at::Tensor &key = of_layer[0], &value = of_layer[1];
     check_new_tokens(key, value);
     TORCH_CHECK_VALUE(key.size(2) == length, "tensors must hold ", length, " tokens of layer ", i,
                       ", got ", key.size(2));
     cache->layers_[i] = {copy_rows(key, length, capacity), copy_rows(value, length, capacity),
                          length};
   }
-  check_no_more(tensors, next);
+  state.check_end();
   return cache;
 }
 

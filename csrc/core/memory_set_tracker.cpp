@@ -9,7 +9,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "common/checkpoint.h"
 #include "common/checks.h"
@@ -297,8 +296,7 @@ int64_t MemorySetTracker::checkpoint_before(int64_t length) const {
   check_at_least("length", length, 0);
   const auto of_layer = [&](const Layer& layer) {
     if (!layer.has_scores || length >= layer.length) return length;
-    const auto after = layer.checkpoints.upper_bound(length);
-    return after == layer.checkpoints.begin() ? 0 : std::prev(after)->first;
+    return h2o_prefill::checkpoint_before(layer.checkpoints, length);
   };
   for (int64_t before = -1; length != before;) {
     before = length;
@@ -326,27 +324,25 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
 
 c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kTrackerHeaderFields, kTrackerLayerFields);
-  auto tracker = c10::make_intrusive<MemorySetTracker>(header.num_layers(),
-                                                       PrefillConfig{.sink_tokens = header[0]});
-  size_t next = 1;
-  for (int64_t i = 0; i < header.num_layers(); ++i) {
-    const int64_t* const fields = header.layer(i);
+  StateReader state(tensors, kTrackerHeaderFields, kTrackerLayerFields);
+  const int64_t sink_tokens = state.field(0);
+  auto tracker = c10::make_intrusive<MemorySetTracker>(state.num_layers(),
+                                                       PrefillConfig{.sink_tokens = sink_tokens});
+  for (int64_t i = 0; i < state.num_layers(); ++i) {
+    const int64_t* const fields = state.layer(i);
     const PrefillConfig config{
-        .local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]};
+        .local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = sink_tokens};
     config.check();
     check_between("the most members of a memory set", fields[2], config.memory_size(), kMostScores);
     tracker->layers_[i] = {
         .local_window = fields[0], .heavy_budget = fields[1], .memory_size = fields[2]};
     if (fields[3] == 0) continue;
-    check_more(tensors, next, 3, "scores, memory and errors", i);
-    const at::Tensor& scores = tensors[next++];
-    const at::Tensor& memory = tensors[next++];
-    const at::Tensor& errors = tensors[next++];
+    const at::Tensor* const held = state.take(3, "scores, memory and errors", i);
     tracker->update(
-        i, {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .errors = errors});
+        i,
+        {.scores = held[0], .memory = held[1], .last_chunk_begin = fields[4], .errors = held[2]});
   }
-  check_no_more(tensors, next);
+  state.check_end();
   return tracker;
 }
 

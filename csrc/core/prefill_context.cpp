@@ -25,14 +25,12 @@ constexpr int64_t kInitialCapacity = 1024;
 // cache's. The settings as bytes of text and the ids follow, then the cache's and the tracker's
 // tensors.
 constexpr int64_t kContextHeaderFields = 2;
-constexpr size_t kFirstStateTensor = 3;
+constexpr int64_t kFirstStateTensor = 3;
 // An upper bound, far above the length of a settings text that names every layer.
 constexpr int64_t kLongestSettings = int64_t{1} << 22;
 
 at::Tensor to_bytes(const std::string& text) {
-  auto bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
-  return bytes;
+  return at::tensor(at::ArrayRef(reinterpret_cast<const uint8_t*>(text.data()), text.size()));
 }
 
 std::string to_text(const at::Tensor& bytes) {
@@ -40,8 +38,7 @@ std::string to_text(const at::Tensor& bytes) {
   check_dtype("tensors[1]", bytes, at::kByte);
   check_at_most("bytes of tensors[1]", bytes.size(0), kLongestSettings);
   const auto here = bytes.cpu().contiguous();
-  const auto* const first = here.const_data_ptr<uint8_t>();
-  return {first, first + here.numel()};
+  return {static_cast<const char*>(here.const_data_ptr()), here.nbytes()};
 }
 
 }  // namespace
@@ -299,13 +296,14 @@ std::vector<at::Tensor> PrefillContext::state_tensors() const {
 
 c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kContextHeaderFields, /*layer_fields=*/0);
-  const auto num_tensors = static_cast<int64_t>(tensors.size());
-  TORCH_CHECK_VALUE(num_tensors > static_cast<int64_t>(kFirstStateTensor) && header[1] > 0 &&
-                        header[1] < num_tensors - static_cast<int64_t>(kFirstStateTensor),
+  const StateReader state(tensors, kContextHeaderFields, /*layer_fields=*/0);
+  const int64_t cache_tensors = state.field(1);
+  const int64_t num_tensors = std::ssize(tensors);
+  TORCH_CHECK_VALUE(num_tensors > kFirstStateTensor && cache_tensors > 0 &&
+                        cache_tensors < num_tensors - kFirstStateTensor,
                     "tensors must be a state of PrefillContext, got ", num_tensors, " tensors");
   const auto first_cache = tensors.begin() + kFirstStateTensor;
-  const auto first_tracker = first_cache + header[1];
+  const auto first_tracker = first_cache + cache_tensors;
   const auto cache = ChunkedKVCache::from_tensors({first_cache, first_tracker});
   const auto tracker = MemorySetTracker::from_tensors({first_tracker, tensors.end()});
   auto context = c10::make_intrusive<PrefillContext>(cache->num_layers(), cache->max_capacity(),
@@ -318,7 +316,7 @@ c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
   const at::Tensor& ids = tensors[2];
   check_dims("tensors[2]", ids, 2);
   check_dtype("tensors[2]", ids, at::kLong);
-  context->ids_known_ = header[0] != 0;
+  context->ids_known_ = state.field(0) != 0;
   const int64_t length = context->length();
   if (!context->ids_known_ || length == 0) return context;
   const int64_t batch = cache->key(0).size(0);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <tuple>
 #include <utility>
 
@@ -37,9 +38,8 @@ size_t bytes_of(at::ScalarType dtype, const std::vector<int64_t>& shape) {
 }
 
 size_t rank_of(at::ScalarType dtype) {
-  const auto* const found = std::find_if(kCodes.begin(), kCodes.end(),
-                                         [&](const auto& code) { return code.second == dtype; });
-  return found - kCodes.begin();
+  return std::ranges::find(kCodes, dtype, [](const auto& code) { return code.second; }) -
+         kCodes.begin();
 }
 
 at::ScalarType dtype_of(std::string_view code) {
@@ -151,13 +151,10 @@ std::string Reader::string() {
 
 int64_t Reader::integer() {
   constexpr size_t kMostDigits = 18;
-  size_t digits = 0;
+  const size_t digits = std::min(rest_.find_first_not_of("0123456789"), rest_.size());
+  TORCH_CHECK_VALUE(0 < digits && digits <= kMostDigits, "its header is damaged");
   int64_t value = 0;
-  for (; digits < rest_.size() && rest_[digits] >= '0' && rest_[digits] <= '9'; ++digits) {
-    TORCH_CHECK_VALUE(digits < kMostDigits, "its header is damaged");
-    value = value * 10 + (rest_[digits] - '0');
-  }
-  TORCH_CHECK_VALUE(digits > 0, "its header is damaged");
+  std::from_chars(rest_.data(), rest_.data() + digits, value);
   rest_.remove_prefix(digits);
   return value;
 }

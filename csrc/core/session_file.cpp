@@ -3,10 +3,9 @@
 #include <ATen/MapAllocator.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <cinttypes>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -147,14 +146,11 @@ std::string metadata_of(const SessionFile& session, const std::string& settings,
 // The fields of a file of version 1 as today's. `wide` had three: layers, the factor of all
 // of them, and factors of heads on top of it.
 std::string of_version_1(const std::string& settings) {
-  std::string kept, part, factor = "1", heads = "none";
-  std::vector<std::string> layers;
-  const auto items = [](const std::string& text) {
-    std::istringstream stream(text == "none" ? "" : text);
-    std::vector<std::string> found;
-    for (std::string item; std::getline(stream, item, '+');) found.push_back(item);
-    return found;
+  std::string kept, part, layers = "none", factor = "1", heads = "none";
+  const auto items = [](std::string_view text) {
+    return c10::split(text == "none" ? "" : text, '+');
   };
+  const auto number = [](std::string_view text) { return safetensors::Reader(text).integer(); };
   for (std::istringstream parts(settings); std::getline(parts, part, ',');) {
     const std::string name = part.substr(0, part.find('='));
     const std::string value = name == part ? "" : part.substr(name.size() + 1);
@@ -166,28 +162,22 @@ std::string of_version_1(const std::string& settings) {
     if (gone("max_error", "0") || gone("character_matches", "1") || gone("character_span", "32")) {
       continue;
     }
-    if (name == "wide_layers") layers = items(value);
+    if (name == "wide_layers") layers = value;
     if (name == "wide_factor") factor = value;
     if (name == "wide_heads") heads = value;
     if (!name.starts_with("wide_")) kept += part + ",";
   }
-  std::string wide;
-  for (const std::string& layer : layers) wide += layer + "x" + factor + "+";
-  for (const std::string& head : items(heads)) {
-    const std::string layer = head.substr(0, head.find('.'));
+  const auto wide_layers = items(layers);
+  std::vector<std::string> wide;
+  for (const std::string_view layer : wide_layers) wide.push_back(c10::str(layer, "x", factor));
+  for (const std::string_view head : items(heads)) {
     const size_t times = head.find('x') + 1;
-    const bool is_wide = std::find(layers.begin(), layers.end(), layer) != layers.end();
-    const auto number = [](const std::string& text) { return safetensors::Reader(text).integer(); };
-    wide += c10::str(head.substr(0, times),
-                     number(head.substr(times)) * (is_wide ? number(factor) : 1), "+");
+    const bool is_wide =
+        std::ranges::find(wide_layers, head.substr(0, head.find('.'))) != wide_layers.end();
+    wide.push_back(c10::str(head.substr(0, times),
+                            number(head.substr(times)) * (is_wide ? number(factor) : 1)));
   }
-  return kept + "wide=" + (wide.empty() ? "none" : wide.substr(0, wide.size() - 1));
-}
-
-std::string hexadecimal(uint64_t number) {
-  char text[17];
-  std::snprintf(text, sizeof text, "%016" PRIx64, number);
-  return text;
+  return kept + "wide=" + (wide.empty() ? "none" : c10::Join("+", wide));
 }
 
 // Where in the text of a header the checksum is: quotes inside of metadata are escaped.

@@ -21,48 +21,51 @@ struct StateGuard {
   at::NoGradGuard no_grad;
 };
 
-struct StateHeader {
-  int64_t operator[](int64_t field) const { return numbers[field]; }
-  const int64_t* layer(int64_t i) const { return numbers.data() + fields + i * layer_fields; }
-  int64_t num_layers() const {
-    return (static_cast<int64_t>(numbers.size()) - fields) / layer_fields;
+// Reads the pickled form, and throws if it is anything else.
+class StateReader {
+ public:
+  // The header is int64 [fields + layers * layer_fields] with at least one layer, or [fields] if
+  // layers have no fields.
+  StateReader(const std::vector<at::Tensor>& tensors, int64_t fields, int64_t layer_fields)
+      : tensors_(tensors), fields_(fields), layer_fields_(layer_fields) {
+    TORCH_CHECK_VALUE(!tensors.empty(), "tensors must begin with an int64 header, got none");
+    const at::Tensor& header = tensors[0];
+    const auto has_form = [&] {
+      if (!header.defined() || header.dim() != 1 || header.scalar_type() != at::kLong) return false;
+      const int64_t of_layers = header.size(0) - fields;
+      return layer_fields == 0 ? of_layers == 0
+                               : of_layers >= layer_fields && of_layers % layer_fields == 0 &&
+                                     of_layers / layer_fields <= kMostLayers;
+    };
+    TORCH_CHECK_VALUE(has_form(), "tensors must begin with an int64 header of ", fields,
+                      " fields and ", layer_fields, " per layer, got ", describe(header));
+    numbers_ = header.cpu().contiguous();
   }
 
-  std::vector<int64_t> numbers;  // the fields of the whole state, then of each layer
-  int64_t fields;
-  int64_t layer_fields;
+  int64_t field(int64_t i) const { return numbers_.const_data_ptr<int64_t>()[i]; }
+  const int64_t* layer(int64_t i) const {
+    return numbers_.const_data_ptr<int64_t>() + fields_ + i * layer_fields_;
+  }
+  int64_t num_layers() const { return (numbers_.size(0) - fields_) / layer_fields_; }
+
+  // The next `count` tensors, `what` of a layer.
+  const at::Tensor* take(size_t count, const char* what, int64_t layer) {
+    next_ += count;
+    TORCH_CHECK_VALUE(next_ <= tensors_.size(), "tensors must hold ", what, " of layer ", layer,
+                      ", got ", tensors_.size(), " tensors");
+    return &tensors_[next_ - count];
+  }
+  void check_end() const {
+    TORCH_CHECK_VALUE(next_ == tensors_.size(), "tensors must end after the last layer, got ",
+                      tensors_.size() - next_, " more");
+  }
+
+ private:
+  const std::vector<at::Tensor>& tensors_;
+  at::Tensor numbers_;  // of the whole state, then of each layer
+  int64_t fields_;
+  int64_t layer_fields_;
+  size_t next_ = 1;
 };
-
-// Reads tensors[0], int64 [fields + layers * layer_fields] with at least one layer, or [fields] if
-// layers have no fields. Throws if it is anything else.
-inline StateHeader read_header(const std::vector<at::Tensor>& tensors, int64_t fields,
-                               int64_t layer_fields) {
-  TORCH_CHECK_VALUE(!tensors.empty(), "tensors must begin with an int64 header, got none");
-  const at::Tensor& header = tensors[0];
-  const auto has_form = [&] {
-    if (!header.defined() || header.dim() != 1 || header.scalar_type() != at::kLong) return false;
-    const int64_t of_layers = header.size(0) - fields;
-    return layer_fields == 0 ? of_layers == 0
-                             : of_layers >= layer_fields && of_layers % layer_fields == 0 &&
-                                   of_layers / layer_fields <= kMostLayers;
-  };
-  TORCH_CHECK_VALUE(has_form(), "tensors must begin with an int64 header of ", fields,
-                    " fields and ", layer_fields, " per layer, got ", describe(header));
-  const auto here = header.cpu().contiguous();
-  const auto* first = here.const_data_ptr<int64_t>();
-  return {{first, first + here.numel()}, fields, layer_fields};
-}
-
-// Checks that `count` tensors of a layer, `what`, are there from `next` on.
-inline void check_more(const std::vector<at::Tensor>& tensors, size_t next, size_t count,
-                       const char* what, int64_t layer) {
-  TORCH_CHECK_VALUE(next + count <= tensors.size(), "tensors must hold ", what, " of layer ", layer,
-                    ", got ", tensors.size(), " tensors");
-}
-
-inline void check_no_more(const std::vector<at::Tensor>& tensors, size_t next) {
-  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end after the last layer, got ",
-                    tensors.size() - next, " more");
-}
 
 }  // namespace h2o_prefill

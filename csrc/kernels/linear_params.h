@@ -1,12 +1,18 @@
-// Arguments of the kernels of causal linear attention.
+// Arguments of the kernel of causal linear attention.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/feature_map.h"
 #include "kernels/params.h"
 
 namespace h2o_prefill {
+
+// What is applied to queries and keys.
+enum class FeatureMap : int32_t {
+  kIdentity,
+  kRelu,
+  kEluPlusOne,  // x + 1 above 0, exp(x) elsewhere
+};
 
 struct LinearAttentionParams {
   HeadsView query;         // [B, Hq, T, D]

@@ -7,9 +7,6 @@ void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory, const at::
   op.call(scores, memory, colsum);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def("accumulate_scores_(Tensor(a!) scores, Tensor memory, Tensor colsum) -> ()");
-}
+H2O_SCHEMA("accumulate_scores_(Tensor(a!) scores, Tensor memory, Tensor colsum) -> ()")
 
 }  // namespace h2o_prefill

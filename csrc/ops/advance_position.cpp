@@ -8,9 +8,6 @@ void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_vie
   op.call(position, num_tokens, settings);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def("advance_position_(Tensor(a!) position, SymInt num_tokens, str settings) -> ()");
-}
+H2O_SCHEMA("advance_position_(Tensor(a!) position, SymInt num_tokens, str settings) -> ()")
 
 }  // namespace h2o_prefill

@@ -22,14 +22,11 @@ std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
            .errors = std::move(errors)}};
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "chunked_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
-      "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
-      "int last_chunk_begin, str settings, float? scale=None, Tensor? sinks=None, "
-      "float softcap=0.0, Tensor? errors=None) -> "
-      "(Tensor out, Tensor scores, Tensor memory, Tensor errors)");
-}
+H2O_SCHEMA(
+    "chunked_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
+    "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
+    "int last_chunk_begin, str settings, float? scale=None, Tensor? sinks=None, "
+    "float softcap=0.0, Tensor? errors=None) -> "
+    "(Tensor out, Tensor scores, Tensor memory, Tensor errors)")
 
 }  // namespace h2o_prefill

@@ -15,20 +15,17 @@ std::tuple<at::Tensor, LinearState> chunkwise_linear_attention(
   return {out, {state, normalizer}};
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "chunkwise_linear_attention(Tensor q, Tensor k, Tensor v, Tensor? log_decay=None, Tensor? "
-      "initial_state=None, Tensor? initial_normalizer=None, str feature_map=\"elu+1\", int "
-      "chunk_size=64, bool causal=True, bool diagonal_once=False, bool normalize=False, float? "
-      "scale=None) -> (Tensor out, Tensor state, Tensor normalizer)");
-  m.def(
-      "chunkwise_linear_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? log_decay, "
-      "Tensor? "
-      "initial_state, Tensor? initial_normalizer, Tensor grad_out, Tensor? grad_state, Tensor? "
-      "grad_normalizer, str feature_map, int chunk_size, bool causal, bool diagonal_once, bool "
-      "normalize, float? scale=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor "
-      "grad_log_decay, Tensor grad_initial_state, Tensor grad_initial_normalizer)");
-}
+H2O_SCHEMA(
+    "chunkwise_linear_attention(Tensor q, Tensor k, Tensor v, Tensor? log_decay=None, Tensor? "
+    "initial_state=None, Tensor? initial_normalizer=None, str feature_map=\"elu+1\", int "
+    "chunk_size=64, bool causal=True, bool diagonal_once=False, bool normalize=False, float? "
+    "scale=None) -> (Tensor out, Tensor state, Tensor normalizer)")
+H2O_SCHEMA(
+    "chunkwise_linear_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? log_decay, "
+    "Tensor? "
+    "initial_state, Tensor? initial_normalizer, Tensor grad_out, Tensor? grad_state, Tensor? "
+    "grad_normalizer, str feature_map, int chunk_size, bool causal, bool diagonal_once, bool "
+    "normalize, float? scale=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor "
+    "grad_log_decay, Tensor grad_initial_state, Tensor grad_initial_normalizer)")
 
 }  // namespace h2o_prefill

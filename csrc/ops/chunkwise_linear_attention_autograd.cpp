@@ -10,7 +10,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using OptionalTensor = std::optional<at::Tensor>;
 
 // The arguments after the tensors; they have no gradient.
 constexpr size_t kTensors = 6;
@@ -31,9 +30,8 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
       return op.call(q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size,
                      causal, diagonal_once, normalize, scale);
     }();
-    context->save_for_backward({q, k, v, log_decay.value_or(at::Tensor()),
-                                initial_state.value_or(at::Tensor()),
-                                initial_normalizer.value_or(at::Tensor())});
+    context->save_for_backward({q, k, v, or_undefined(log_decay), or_undefined(initial_state),
+                                or_undefined(initial_normalizer)});
     auto& kept = context->saved_data;
     kept["feature_map"] = feature_map;
     kept["chunk_size"] = chunk_size;

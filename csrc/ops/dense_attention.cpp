@@ -9,11 +9,8 @@ at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   return op.call(q, k, v, scale, sinks, softcap);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "dense_attention(Tensor q, Tensor k, Tensor v, float? scale=None, Tensor? sinks=None, "
-      "float softcap=0.0) -> Tensor");
-}
+H2O_SCHEMA(
+    "dense_attention(Tensor q, Tensor k, Tensor v, float? scale=None, Tensor? sinks=None, "
+    "float softcap=0.0) -> Tensor")
 
 }  // namespace h2o_prefill

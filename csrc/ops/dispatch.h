@@ -1,4 +1,4 @@
-// The call that every op's C++ function makes.
+// The schema of an op, and the call that its C++ function makes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,3 +22,10 @@ inline std::optional<at::Tensor> if_defined(const at::Tensor& t) {
 }
 
 }  // namespace h2o_prefill
+
+// Registers the schema of an op whose fake is in h2o_prefill/_meta.py.
+#define H2O_SCHEMA(schema)                    \
+  TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {    \
+    m.set_python_module("h2o_prefill._meta"); \
+    m.def(schema);                            \
+  }

@@ -7,9 +7,6 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices) {
   return op.call(x, indices);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def("gather_rows(Tensor x, Tensor indices) -> Tensor");
-}
+H2O_SCHEMA("gather_rows(Tensor x, Tensor indices) -> Tensor")
 
 }  // namespace h2o_prefill

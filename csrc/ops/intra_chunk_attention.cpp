@@ -12,11 +12,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(const at::T
   return op.call(q, k, v, chunk_size, scale);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "intra_chunk_attention(Tensor q, Tensor k, Tensor v, int chunk_size, float? scale=None) "
-      "-> (Tensor out, Tensor lse, Tensor colsum)");
-}
+H2O_SCHEMA(
+    "intra_chunk_attention(Tensor q, Tensor k, Tensor v, int chunk_size, float? scale=None) "
+    "-> (Tensor out, Tensor lse, Tensor colsum)")
 
 }  // namespace h2o_prefill

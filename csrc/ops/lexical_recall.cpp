@@ -12,11 +12,8 @@ RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, const Pre
   return {std::move(offsets), std::move(positions), std::move(visible_from)};
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "lexical_recall(Tensor token_ids, int begin, str settings, Tensor? token_text=None) -> "
-      "(Tensor offsets, Tensor positions, Tensor visible_from)");
-}
+H2O_SCHEMA(
+    "lexical_recall(Tensor token_ids, int begin, str settings, Tensor? token_text=None) -> "
+    "(Tensor offsets, Tensor positions, Tensor visible_from)")
 
 }  // namespace h2o_prefill

@@ -11,11 +11,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor
   return op.call(q, k, v, indices, scale);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "memory_attention(Tensor q, Tensor k, Tensor v, Tensor indices, float? scale=None) "
-      "-> (Tensor out, Tensor lse, Tensor colsum)");
-}
+H2O_SCHEMA(
+    "memory_attention(Tensor q, Tensor k, Tensor v, Tensor indices, float? scale=None) "
+    "-> (Tensor out, Tensor lse, Tensor colsum)")
 
 }  // namespace h2o_prefill

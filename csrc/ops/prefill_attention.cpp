@@ -41,21 +41,18 @@ at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at
                  if_defined(checkpoints.scores), if_defined(checkpoints.errors));
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
-      "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
-      "SymInt last_chunk_begin, int layer, str settings, float? scale=None, Tensor? sinks=None, "
-      "float softcap=0.0, Tensor? errors=None) -> "
-      "(Tensor out, Tensor scores, Tensor memory, Tensor errors)");
-  m.def(
-      "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
-      "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
-      "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
-      "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0, "
-      "Tensor(e!)? errors=None, int? window=None, Tensor(f!)? checkpoint_memory=None, "
-      "Tensor(g!)? checkpoint_scores=None, Tensor(h!)? checkpoint_errors=None) -> Tensor");
-}
+H2O_SCHEMA(
+    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
+    "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
+    "SymInt last_chunk_begin, int layer, str settings, float? scale=None, Tensor? sinks=None, "
+    "float softcap=0.0, Tensor? errors=None) -> "
+    "(Tensor out, Tensor scores, Tensor memory, Tensor errors)")
+H2O_SCHEMA(
+    "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
+    "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
+    "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
+    "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0, "
+    "Tensor(e!)? errors=None, int? window=None, Tensor(f!)? checkpoint_memory=None, "
+    "Tensor(g!)? checkpoint_scores=None, Tensor(h!)? checkpoint_errors=None) -> Tensor")
 
 }  // namespace h2o_prefill

@@ -14,11 +14,8 @@ RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& po
   return {std::move(offsets), std::move(positions), std::move(visible_from)};
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "recall_at_position(Tensor token_ids, Tensor position, SymInt num_tokens, str settings, "
-      "Tensor? token_text=None) -> (Tensor offsets, Tensor positions, Tensor visible_from)");
-}
+H2O_SCHEMA(
+    "recall_at_position(Tensor token_ids, Tensor position, SymInt num_tokens, str settings, "
+    "Tensor? token_text=None) -> (Tensor offsets, Tensor positions, Tensor visible_from)")
 
 }  // namespace h2o_prefill

@@ -9,12 +9,9 @@ at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int
   return op.call(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "select_memory(Tensor scores, Tensor memory, int chunk_begin, int chunk_end, int "
-      "local_window, "
-      "int heavy_budget, int sink_tokens) -> Tensor");
-}
+H2O_SCHEMA(
+    "select_memory(Tensor scores, Tensor memory, int chunk_begin, int chunk_end, int "
+    "local_window, "
+    "int heavy_budget, int sink_tokens) -> Tensor")
 
 }  // namespace h2o_prefill

@@ -10,11 +10,8 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
   return op.call(q, k, v, window, scale, sinks, softcap);
 }
 
-TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  m.set_python_module("h2o_prefill._meta");
-  m.def(
-      "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, float? scale=None, "
-      "Tensor? sinks=None, float softcap=0.0) -> (Tensor, Tensor)");
-}
+H2O_SCHEMA(
+    "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, float? scale=None, "
+    "Tensor? sinks=None, float softcap=0.0) -> (Tensor, Tensor)")
 
 }  // namespace h2o_prefill

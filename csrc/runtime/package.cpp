@@ -98,7 +98,11 @@ at::ScalarType dtype_of(const std::string& name) {
 
 PackageInfo read_info(const Metadata& metadata) {
   const auto text = [&](const char* name) { return text_of(metadata, name); };
-  const auto number = [&](const char* name) { return number_of(text(name)); };
+  const auto number = [&](const char* name) {
+    const int64_t found = number_of(text(name));
+    check_at_least(name, found, 1);
+    return found;
+  };
   PackageInfo info{.model = text("model"),
                    .model_hash = text("model_hash"),
                    .settings = PrefillConfig::parse(text("settings")),
@@ -111,12 +115,6 @@ PackageInfo read_info(const Metadata& metadata) {
                    .end_ids = {}};
   std::istringstream ids(text("end_ids"));
   for (std::string id; std::getline(ids, id, ',');) info.end_ids.push_back(number_of(id));
-  for (const auto& [name, value] :
-       {std::pair("capacity", info.capacity), std::pair("vocabulary", info.vocabulary),
-        std::pair("layers", info.layers), std::pair("kv_heads", info.kv_heads),
-        std::pair("head_dim", info.head_dim)}) {
-    check_at_least(name, value, 1);
-  }
   return info;
 }
 

@@ -6,7 +6,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "common/checkpoint.h"
 #include "common/rules.h"
@@ -77,8 +77,7 @@ int64_t PackageSession::checkpoint_before(int64_t length) const {
   check_at_least("length", length, 0);
   length = std::min(length, this->length());
   if (length >= scored_) return length;
-  const auto after = checkpoints_.upper_bound(length);
-  return after == checkpoints_.begin() ? 0 : std::prev(after)->first;
+  return h2o_prefill::checkpoint_before(checkpoints_, length);
 }
 
 void PackageSession::truncate(int64_t length) {
@@ -290,6 +289,7 @@ void PackageSession::load(const std::string& path, bool verify) {
   saved.check(info.model_hash, info.settings, info.layers, info.capacity);
   TORCH_CHECK_VALUE(tensors.contains("token_ids"), "session must have token ids");
   package_->check(tensors.at("token_ids"), 0);
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
   int64_t begin = 0;
   for (int64_t layer = 0; layer < info.layers; ++layer) {
     const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];
@@ -301,6 +301,7 @@ void PackageSession::load(const std::string& path, bool verify) {
                             found->second.scalar_type() == wanted.scalar_type(),
                         "session must have ", found->first, " like ", describe(wanted), ", got ",
                         describe(found->second));
+      copies.emplace_back(wanted, found->second);
     }
     const int64_t of_this = begins[layer].item<int64_t>();
     TORCH_CHECK_VALUE(of_this == 0 || begin == 0 || of_this == begin,
@@ -313,13 +314,9 @@ void PackageSession::load(const std::string& path, bool verify) {
     of_layer[2].zero_();
     of_layer[3].fill_(-1);
     of_layer[4].zero_();
-    for (size_t i = 0; i < kOfLayer; ++i) {
-      const auto found = tensors.find(session_prefix(layer) + kNames[i]);
-      if (found == tensors.end()) continue;
-      used(of_layer, i, tokens).copy_(found->second);
-    }
   }
-  state_[kIds].narrow(1, 0, tokens).copy_(tensors.at("token_ids"));
+  copies.emplace_back(state_[kIds].narrow(1, 0, tokens), tensors.at("token_ids"));
+  for (const auto& [to, from] : copies) to.copy_(from);
   checkpoints_.clear();
   place(tokens, begin);
   scored_ = tokens;

@@ -25,15 +25,14 @@ struct Recall {
     visible_from = request.recall.visible_from.to(request.query.device());
   }
 
-  // Rows [first_row, first_row + rows) of the call, a chunk. sets: int32 [B, Hkv, M].
-  Attended attend_chunk(const at::Tensor& sets, int64_t first_row, int64_t rows) const {
-    const int64_t block = request.settings.recall_block;
+  // rows: a chunk. sets: int32 [B, Hkv, M].
+  Attended attend_chunk(const at::Tensor& sets, const RowRange& rows) const {
+    const int64_t block = request.settings.recall_block, end = rows.begin + rows.count;
     std::vector<at::Tensor> outs_of_batch, lses_of_batch;
     for (int64_t b = 0; b < request.query.size(0); ++b) {
       std::vector<at::Tensor> outs, lses;
-      for (int64_t row = first_row; row < first_row + rows; row += block) {
-        const auto attended =
-            attend_block(b, sets[b], first_row, row, std::min(block, first_row + rows - row));
+      for (int64_t row = rows.begin; row < end; row += block) {
+        const auto attended = attend_block(b, sets[b], rows.begin, row, std::min(block, end - row));
         outs.push_back(attended.out);
         lses.push_back(attended.lse);
       }
@@ -94,15 +93,14 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       memory.fill_(-1).narrow(2, 0, sets.size(2)).copy_(sets);
     });
   };
-  for (int64_t row = 0; row < length; row += request.settings.chunk_size) {
-    const int64_t rows = std::min(request.settings.chunk_size, length - row);
-    const int64_t begin = past + row;
-    const auto queries = q.narrow(2, row, rows);
-    auto attended = attend(queries, k.narrow(2, begin, rows), v.narrow(2, begin, rows),
-                           causal_mask(rows, q), request.scale(), options);
-    request.scores.narrow(2, begin, rows).copy_(attended.colsum);
+  for_each_chunk(request, [&](const RowRange& rows) {
+    const int64_t begin = rows.position(), count = rows.count;
+    const auto queries = q.narrow(2, rows.begin, count);
+    auto attended = attend(queries, k.narrow(2, begin, count), v.narrow(2, begin, count),
+                           causal_mask(count, q), request.scale(), options);
+    request.scores.narrow(2, begin, count).copy_(attended.colsum);
     if (begin > 0) {
-      select(row);
+      select(rows.begin);
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),
@@ -110,14 +108,12 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       auto scores = request.scores;
       composite::accumulate_scores_(scores, sets, remembered.colsum);
       attended = merge(attended, remembered);
-      if (request.recalls()) attended = merge(attended, recall.attend_chunk(sets, row, rows));
+      if (request.recalls()) attended = merge(attended, recall.attend_chunk(sets, rows));
     }
-    out.narrow(2, row, rows).copy_(out_with_sinks(attended, options));
-    if (begin > 0 && request.settings.error_rows > 0) {
-      measure_errors(request, out, {.begin = row, .count = rows, .past = past});
-    }
+    out.narrow(2, rows.begin, count).copy_(out_with_sinks(attended, options));
+    if (begin > 0 && request.settings.error_rows > 0) measure_errors(request, out, rows);
     previous_begin = begin;
-  }
+  });
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
   if (request.ends_at_checkpoint()) select(length);

@@ -22,8 +22,6 @@ at::Tensor map_gradient(const at::Tensor& gradient, const at::Tensor& x, Feature
   return gradient * x.clamp_max(0).exp();
 }
 
-at::Tensor reversed(const at::Tensor& t) { return t.defined() ? t.flip(2) : t; }
-
 // [B, Hq, T, *] summed over the query heads of a group: [B, Hkv, T, *].
 at::Tensor sum_groups(const at::Tensor& t, int64_t heads) {
   return t.unflatten(1, {heads, t.size(1) / heads}).sum(2);
@@ -42,7 +40,8 @@ at::Tensor inverse_weights(const at::Tensor& weights) {
   return weights.masked_fill(zero, 1).reciprocal().masked_fill(zero, 0);
 }
 
-// The tensors of a call, or of one direction of it, as the recurrence takes them.
+// The tensors of a call as the recurrence takes them, in either direction: a call in both has no
+// initial state.
 struct Operands {
   at::Tensor query;  // features
   at::Tensor key;
@@ -62,31 +61,39 @@ Operands operands_of(const LinearAttentionRequest& r) {
           .normalizer = r.normalizer.defined() ? r.normalizer.unsqueeze(2) : at::Tensor()};
 }
 
-// The forward direction, and the backward one of a call that has both: the forward one over
-// reversed tensors, without a state.
-std::vector<Operands> directions_of(const LinearAttentionRequest& r, const Operands& x) {
-  if (r.causal) return {x};
-  return {x, {reversed(x.query), reversed(x.key), reversed(x.value), reversed(x.decay), {}, {}}};
+// The recurrence in one direction of time.
+struct Recurrence {
+  LinearScan scan;
+  int64_t chunk_size;
+  bool reverse;
+
+  Scanned operator()(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& decay, const at::Tensor& state) const {
+    return scan(q, k, v, decay, state, chunk_size, reverse);
+  }
+  Recurrence against() const { return {scan, chunk_size, !reverse}; }
+};
+
+// The forward direction, and the backward one of a call that has both.
+std::vector<Recurrence> directions_of(const LinearAttentionRequest& r, LinearScan scan) {
+  const Recurrence forward{scan, r.chunk_size, /*reverse=*/false};
+  if (r.causal) return {forward};
+  return {forward, forward.against()};
 }
 
-// A tensor of the call in the order of a direction, and back.
-at::Tensor in_direction(const at::Tensor& t, size_t direction) {
-  return direction == 0 ? t : reversed(t);
-}
-
-// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] after the last token: the recurrence with
+// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] after its last token: the recurrence with
 // one-dimensional queries and keys of 1, and keys as values.
-Scanned scan_normalizer(const Operands& x, int64_t chunk_size, LinearScan scan) {
+Scanned scan_normalizer(const Operands& x, const Recurrence& scan) {
   const auto ones =
       x.key.new_ones({1, 1, 1, 1}).expand({x.key.size(0), x.key.size(1), x.key.size(2), 1});
-  return scan(ones, ones, x.key, x.decay, x.normalizer, chunk_size, /*reverse=*/false);
+  return scan(ones, ones, x.key, x.decay, x.normalizer);
 }
 
 // phi(q_i) . z_i [B, Hq, T, 1], of the z_i of all directions.
 at::Tensor weights_of(const LinearAttentionRequest& r, const Operands& x,
                       const std::vector<Scanned>& normalizers) {
   auto z = normalizers[0].out;
-  if (!r.causal) z = z + reversed(normalizers[1].out);
+  if (!r.causal) z = z + normalizers[1].out;
   if (r.diagonal_once) z = z - x.key;
   return dot_rows(x.query, repeat_groups(z, x.query.size(1)));
 }
@@ -119,14 +126,16 @@ at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
   return b.defined() ? a + b : a;
 }
 
-// Gradients of keys, values and initial states in one direction. The same recurrence runs backwards
-// in time, where the step between tokens i and i + 1 decays by g_{i+1} too.
-void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chunk_size,
-                        LinearScan scan, OperandGradients& gradient) {
+// Gradients of keys, values and initial states in one direction. The same recurrence runs against
+// it, where the step between two tokens decays by what the later one decays by.
+void differentiate_keys(const Operands& x, const Arriving& arriving, const Recurrence& scan,
+                        OperandGradients& gradient) {
+  const Recurrence against = scan.against();
   const int64_t heads = x.key.size(1), length = x.key.size(2);
   at::Tensor decay;
   if (x.decay.defined() && length > 0) {
-    decay = at::constant_pad_nd(x.decay.narrow(2, 1, length - 1), {0, 1}, 0);
+    const auto later = x.decay.narrow(2, scan.reverse ? 0 : 1, length - 1);
+    decay = at::constant_pad_nd(later, {scan.reverse ? 1 : 0, scan.reverse ? 0 : 1}, 0);
   }
   // A normaliser is one more dimension of the values, always 1.
   const bool normalize = arriving.weights.defined();
@@ -140,11 +149,10 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
   };
   for (int64_t g = 0; g < x.query.size(1) / heads; ++g) {
     const auto query = of_group(x.query, g);
-    const auto by_key = scan(with_ones, of_group(with_weights, g), query, decay,
-                             g == 0 ? last : at::Tensor(), chunk_size, /*reverse=*/true);
-    const auto by_value = scan(x.key, query, of_group(arriving.out, g), decay,
-                               g == 0 ? arriving.state : at::Tensor(), chunk_size,
-                               /*reverse=*/true);
+    const auto by_key =
+        against(with_ones, of_group(with_weights, g), query, decay, g == 0 ? last : at::Tensor());
+    const auto by_value = against(x.key, query, of_group(arriving.out, g), decay,
+                                  g == 0 ? arriving.state : at::Tensor());
     gradient.key = sum_of(gradient.key, by_key.out);
     gradient.value = sum_of(gradient.value, by_value.out);
     gradient.state = sum_of(gradient.state, by_value.state);
@@ -153,7 +161,8 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
     }
   }
   if (!x.decay.defined() || length == 0) return;
-  const auto first = x.decay.select(2, 0).exp().unsqueeze(2).unsqueeze(3);
+  const auto first =
+      x.decay.select(2, scan.reverse ? length - 1 : 0).exp().unsqueeze(2).unsqueeze(3);
   gradient.state = gradient.state * first;
   if (normalize) gradient.normalizer = gradient.normalizer * first;
 }
@@ -161,12 +170,13 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
 // g_t scales every contribution of tokens before t to results from t on. Its gradient is the sum
 // over these results of q . dq - k . dk, plus the share of the last states.
 at::Tensor differentiate_decay(const Operands& x, const OperandGradients& gradient,
-                               const at::Tensor& last) {
+                               const at::Tensor& last, bool reverse) {
   auto flow =
       (sum_groups(dot_rows(x.query, gradient.query), x.key.size(1)) - dot_rows(x.key, gradient.key))
           .squeeze(3);
-  if (last.defined() && x.key.size(2) > 0) flow.select(2, x.key.size(2) - 1).add_(last);
-  return reversed(reversed(flow).cumsum(2));
+  const int64_t length = x.key.size(2);
+  if (last.defined() && length > 0) flow.select(2, reverse ? 0 : length - 1).add_(last);
+  return reverse ? flow.cumsum(2) : flow.flip(2).cumsum(2).flip(2);
 }
 
 // sum of a b over all but batch and heads; undefined if b is.
@@ -189,13 +199,12 @@ void subtract_diagonal(OperandGradients& sum, const Operands& x, const Arriving&
 LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearScan scan) {
   const Operands x = operands_of(r);
   std::vector<Scanned> found, normalizers;
-  for (const Operands& way : directions_of(r, x)) {
-    found.push_back(scan(way.query, way.key, way.value, way.decay, way.state, r.chunk_size,
-                         /*reverse=*/false));
-    if (r.normalize) normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
+  for (const Recurrence& direction : directions_of(r, scan)) {
+    found.push_back(direction(x.query, x.key, x.value, x.decay, x.state));
+    if (r.normalize) normalizers.push_back(scan_normalizer(x, direction));
   }
   auto weighted = found[0].out;
-  if (!r.causal) weighted = weighted + reversed(found[1].out);
+  if (!r.causal) weighted = weighted + found[1].out;
   if (r.diagonal_once) {
     const int64_t heads = x.query.size(1);
     weighted =
@@ -215,15 +224,13 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
                                                         LinearScan scan) {
   const auto type = accumulate_type(r.query);
   const Operands x = operands_of(r);
-  const auto ways = directions_of(r, x);
+  const auto directions = directions_of(r, scan);
   std::vector<Scanned> normalizers, by_query;
   Arriving arriving{
       .out = gradients.out.to(type), .weights = {}, .state = gradients.state, .normalizer = {}};
   at::Tensor inverse;
   if (r.normalize) {
-    for (const Operands& way : ways) {
-      normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
-    }
+    for (const auto& direction : directions) normalizers.push_back(scan_normalizer(x, direction));
     inverse = inverse_weights(weights_of(r, x, normalizers));
     arriving.out = arriving.out * inverse;
     // The gradients of state and normaliser are joined below, so a missing one becomes zeros.
@@ -236,16 +243,14 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
       arriving.state =
           x.key.new_zeros({x.key.size(0), x.key.size(1), x.key.size(3), x.value.size(3)});
     }
-  } else {
-    if (r.scale != 1.0) arriving.out = arriving.out * r.scale;
+  } else if (r.scale != 1.0) {
+    arriving.out = arriving.out * r.scale;
   }
   // The query's gradient is S_i dout_i: the recurrence with keys and values exchanged.
   at::Tensor along;  // phi(q_i) S_i dout_i
-  for (size_t i = 0; i < ways.size(); ++i) {
-    const Operands& way = ways[i];
-    by_query.push_back(scan(in_direction(arriving.out, i), way.value, way.key, way.decay,
-                            transposed(way.state), r.chunk_size, /*reverse=*/false));
-    if (r.normalize) along = sum_of(along, in_direction(dot_rows(way.query, by_query[i].out), i));
+  for (const Recurrence& direction : directions) {
+    by_query.push_back(direction(arriving.out, x.value, x.key, x.decay, transposed(x.state)));
+    if (r.normalize) along = sum_of(along, dot_rows(x.query, by_query.back().out));
   }
   if (r.normalize) {
     if (r.diagonal_once) {
@@ -256,11 +261,9 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
   }
 
   OperandGradients sum;
-  for (size_t i = 0; i < ways.size(); ++i) {
-    const Operands& way = ways[i];
-    const Arriving reaching{in_direction(arriving.out, i), in_direction(arriving.weights, i),
-                            i == 0 ? arriving.state : at::Tensor(),
-                            i == 0 ? arriving.normalizer : at::Tensor()};
+  for (size_t i = 0; i < directions.size(); ++i) {
+    Arriving reaching = arriving;
+    if (i > 0) reaching.state = reaching.normalizer = at::Tensor();  // of the forward direction
     OperandGradients one;
     one.query = by_query[i].out;
     at::Tensor last = dot_heads(transposed(by_query[i].state), reaching.state);
@@ -268,12 +271,12 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
       one.query = one.query + repeat_groups(normalizers[i].out, x.query.size(1)) * reaching.weights;
       last = sum_of(last, dot_heads(normalizers[i].state, reaching.normalizer));
     }
-    differentiate_keys(way, reaching, r.chunk_size, scan, one);
-    if (way.decay.defined()) one.decay = differentiate_decay(way, one, last);
-    sum.query = sum_of(sum.query, in_direction(one.query, i));
-    sum.key = sum_of(sum.key, in_direction(one.key, i));
-    sum.value = sum_of(sum.value, in_direction(one.value, i));
-    sum.decay = sum_of(sum.decay, in_direction(one.decay, i));
+    differentiate_keys(x, reaching, directions[i], one);
+    if (x.decay.defined()) one.decay = differentiate_decay(x, one, last, directions[i].reverse);
+    sum.query = sum_of(sum.query, one.query);
+    sum.key = sum_of(sum.key, one.key);
+    sum.value = sum_of(sum.value, one.value);
+    sum.decay = sum_of(sum.decay, one.decay);
     if (i == 0) sum.state = one.state, sum.normalizer = one.normalizer;
   }
   if (r.diagonal_once) subtract_diagonal(sum, x, arriving);

@@ -13,31 +13,30 @@ namespace {
 // Rows of a task: two row blocks or a little less, so that one chunk makes many tasks.
 constexpr int64_t kTaskRows = 64;
 
-// Keys of a packing task; a multiple of every panel.
-constexpr int64_t kPackKeys = 256;
+// Keys of a task that packs, a multiple of every panel, or that reduces column sums.
+constexpr int64_t kRangeKeys = 256;
 
-// Keys of a task that reduces column sums.
-constexpr int64_t kReduceKeys = 256;
-
-// Tasks that pack: each packs a range of the keys, or the values, of one set of one unit.
-struct PackGrid {
+// Tasks of a range of the keys of one set of one unit; a set has `parts`.
+struct RangeGrid {
   int64_t units;
   int64_t sets;
+  int64_t parts;
   int64_t ranges;
 
   struct Task {
     int64_t unit;
-    int set;
-    bool is_key;
+    int64_t set;
+    int64_t part;
     int64_t begin;  // of the range, in the set
   };
 
-  int64_t count() const { return units * sets * 2 * ranges; }
+  int64_t count() const { return units * sets * parts * ranges; }
   Task at(int64_t i) const {
-    return {.unit = i / ranges / 2 / sets,
-            .set = static_cast<int>(i / ranges / 2 % sets),
-            .is_key = i / ranges % 2 == 0,
-            .begin = i % ranges * kPackKeys};
+    const int64_t part = i / ranges;
+    return {.unit = part / parts / sets,
+            .set = part / parts % sets,
+            .part = part % parts,
+            .begin = i % ranges * kRangeKeys};
   }
 };
 
@@ -65,77 +64,16 @@ struct AttendGrid {
   }
 };
 
-// Tasks that reduce column sums, each of a range of keys of one set of one unit.
-struct ReduceGrid {
-  int64_t units;
-  int64_t sets;
-  int64_t ranges;
+// The arguments of AttendChunk::run().
+struct Pass : AttentionCall {
+  RowRange rows;
+  c10::ArrayRef<KeySource> sets;
 
-  struct Task {
-    int64_t unit;
-    int set;
-    int64_t begin;  // of the range, in the set
-  };
-
-  int64_t count() const { return units * sets * ranges; }
-  Task at(int64_t i) const {
-    return {.unit = i / ranges / sets,
-            .set = static_cast<int>(i / ranges % sets),
-            .begin = i % ranges * kReduceKeys};
-  }
+  int64_t num_sets() const { return static_cast<int64_t>(sets.size()); }
+  bool recalls() const { return recall.offsets && sets.back().is_memory; }
 };
 
-AttendChunkArgs pass_of(const AttendChunkArgs& call, const RowRange& rows) {
-  AttendChunkArgs args = call;
-  args.rows = rows;
-  args.num_sets = 0;
-  return args;
-}
-
-void add_range(AttendChunkArgs& args, const CausalRange& range, ColumnSums sums = {}) {
-  args.sets[args.num_sets++] = {.kind = KeySource::Kind::kRange, .range = range, .sums = sums};
-}
-
-void add_memory(AttendChunkArgs& args, const MemorySetView& memory, ColumnSums sums) {
-  args.sets[args.num_sets++] = {.kind = KeySource::Kind::kMemory, .memory = memory, .sums = sums};
-}
-
-CausalRange own_keys(const RowRange& rows) {
-  return {.begin = rows.position(), .count = rows.count};
-}
-
 }  // namespace
-
-AttendChunkArgs chunk_pass(const AttendChunkArgs& call, const RowRange& rows, ColumnSums sums) {
-  AttendChunkArgs args = pass_of(call, rows);
-  add_range(args, own_keys(rows), sums);
-  args.recall = {};
-  return args;
-}
-
-AttendChunkArgs chunk_and_memory_pass(const AttendChunkArgs& call, const RowRange& rows,
-                                      ColumnSums chunk_sums, const MemorySetView& memory,
-                                      ColumnSums memory_sums) {
-  AttendChunkArgs args = pass_of(call, rows);
-  add_range(args, own_keys(rows), chunk_sums);
-  add_memory(args, memory, memory_sums);
-  return args;
-}
-
-AttendChunkArgs memory_pass(const AttendChunkArgs& call, const RowRange& rows,
-                            const MemorySetView& memory, ColumnSums sums) {
-  AttendChunkArgs args = pass_of(call, rows);
-  add_memory(args, memory, sums);
-  return args;
-}
-
-AttendChunkArgs range_pass(const AttendChunkArgs& call, const RowRange& rows,
-                           const CausalRange& first, const CausalRange& second) {
-  AttendChunkArgs args = pass_of(call, rows);
-  add_range(args, first);
-  if (second.count > 0) add_range(args, second);
-  return args;
-}
 
 struct AttendChunk::Impl {
   const CpuKernels& kernels = cpu_kernels();
@@ -178,33 +116,34 @@ struct AttendChunk::Impl {
            ((unit * blocks + block) * group + g) * parts.partial_stride;
   }
 
-  void pack(const AttendChunkArgs& args, const PackGrid::Task& task) const;
-  KeySet pack_recalled(const AttendChunkArgs& args, int64_t unit, const RowRange& rows,
-                       int64_t thread) const;
-  void attend(const AttendChunkArgs& args, const AttendGrid& grid, const AttendGrid::Task& task,
+  void pack(const Pass& pass, const RangeGrid::Task& task) const;
+  KeySet pack_recalled(const Pass& pass, int64_t unit, const RowRange& rows, int64_t thread) const;
+  void attend(const Pass& pass, const AttendGrid& grid, const AttendGrid::Task& task,
               int64_t thread) const;
-  void attend_part(const AttendChunkArgs& args, const AttendGrid& grid,
-                   const AttendGrid::Task& task, const RowRange& rows, int64_t thread) const;
-  void reduce(const AttendChunkArgs& args, const ReduceGrid::Task& task, int64_t blocks) const;
+  void attend_part(const Pass& pass, const AttendGrid& grid, const AttendGrid::Task& task,
+                   const RowRange& rows, int64_t thread) const;
+  void reduce(const Pass& pass, const RangeGrid::Task& task, int64_t blocks) const;
 };
 
-AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
-                         const RecallView& recall, const AttendLimits& limits, Workspace& workspace)
+AttendChunk::AttendChunk(const AttentionCall& call, const AttendLimits& limits,
+                         Workspace& workspace)
     : impl_(std::make_unique<Impl>(workspace)) {
   Impl& m = *impl_;
   const CpuKernels& kernels = m.kernels;
-  m.units = key.batch * key.heads;
-  m.group = query.heads / key.heads;
-  if (recall.offsets) {
-    for (int64_t i = 0; i < key.batch * recall.blocks; ++i) {
-      m.max_recalled = std::max<int64_t>(m.max_recalled, recall.offsets[i + 1] - recall.offsets[i]);
+  m.units = call.key.batch * call.key.heads;
+  m.group = call.query.heads / call.key.heads;
+  if (call.recall.offsets) {
+    for (int64_t i = 0; i < call.key.batch * call.recall.blocks; ++i) {
+      m.max_recalled =
+          std::max<int64_t>(m.max_recalled, call.recall.offsets[i + 1] - call.recall.offsets[i]);
     }
   }
   const int64_t partials = m.units * divide_up(limits.rows, kTaskRows) * m.group;
   for (int s = 0; s < 2; ++s) {
     Impl::SetParts& parts = m.sets[s];
-    parts.key_floats = kernels.packed_key_floats(limits.keys[s], key.dim, key.dtype);
-    parts.value_floats = kernels.packed_value_floats(limits.keys[s], value.dim, key.dtype);
+    parts.key_floats = kernels.packed_key_floats(limits.keys[s], call.key.dim, call.key.dtype);
+    parts.value_floats =
+        kernels.packed_value_floats(limits.keys[s], call.value.dim, call.key.dtype);
     parts.partial_stride = kernels.padded(limits.keys[s]);
     parts.keys = workspace.add<float>(m.units * parts.key_floats);
     parts.values = workspace.add<float>(m.units * parts.value_floats);
@@ -212,10 +151,10 @@ AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const Hea
   }
   Impl::ThreadParts& parts = m.thread_parts;
   parts.scratch_floats = Workspace::whole_lines<float>(kernels.scratch_floats(
-      key.dim, value.dim, std::max({limits.keys[0], limits.keys[1], m.max_recalled})));
+      call.key.dim, call.value.dim, std::max({limits.keys[0], limits.keys[1], m.max_recalled})));
   parts.recalled_floats = Workspace::whole_lines<float>(
-      kernels.packed_key_floats(m.max_recalled, key.dim, key.dtype) +
-      kernels.packed_value_floats(m.max_recalled, value.dim, key.dtype));
+      kernels.packed_key_floats(m.max_recalled, call.key.dim, call.key.dtype) +
+      kernels.packed_value_floats(m.max_recalled, call.value.dim, call.key.dtype));
   parts.scratch = workspace.add<float>(m.threads * parts.scratch_floats);
   parts.recalled = workspace.add<float>(m.threads * parts.recalled_floats);
   parts.positions = workspace.add<int32_t>(m.threads * m.max_recalled);
@@ -225,51 +164,37 @@ AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const Hea
 
 AttendChunk::~AttendChunk() = default;
 
-// The conversion to words happens here, once for all heads of a group.
-void AttendChunk::Impl::pack(const AttendChunkArgs& args, const PackGrid::Task& task) const {
-  const KeySource& set = args.sets[task.set];
+// Packs a range of the keys, or the values, of a set. The conversion to words happens here, once
+// for all heads of a group.
+void AttendChunk::Impl::pack(const Pass& pass, const RangeGrid::Task& task) const {
+  const KeySource& set = pass.sets[task.set];
   const SetParts& parts = sets[task.set];
-  const HeadsView& from = task.is_key ? args.key : args.value;
-  const bool is_range = set.kind == KeySource::Kind::kRange;
+  const bool is_key = task.part == 0;
+  const HeadsView& from = is_key ? pass.key : pass.value;
   const int64_t count = set.count(task.unit);
   if (task.begin >= count) return;
-  PackArgs pack{
-      .data =
-          from.row(task.unit / from.heads, task.unit % from.heads, is_range ? set.range.begin : 0),
-      .dtype = from.dtype,
-      .stride_row = from.stride_row,
-      .positions = is_range ? nullptr : set.memory.of_unit(task.unit),
-      .count = count,
-      .begin = task.begin,
-      .end = std::min(task.begin + kPackKeys, count),
-      .dim = from.dim,
-      .packed = nullptr,
-  };
-  if (task.is_key) {
-    pack.packed = workspace.get(parts.keys) + task.unit * parts.key_floats;
-    kernels.pack_keys(pack);
-  } else {
-    pack.packed = workspace.get(parts.values) + task.unit * parts.value_floats;
-    kernels.pack_values(pack);
-  }
+  float* const packed = is_key ? workspace.get(parts.keys) + task.unit * parts.key_floats
+                               : workspace.get(parts.values) + task.unit * parts.value_floats;
+  PackArgs args = pack_whole(
+      from.row(task.unit / from.heads, task.unit % from.heads, set.is_memory ? 0 : set.range.begin),
+      from.dtype, from.stride_row, set.is_memory ? set.memory.of_unit(task.unit) : nullptr, count,
+      from.dim, packed);
+  args.begin = task.begin;
+  args.end = std::min(task.begin + kRangeKeys, count);
+  is_key ? kernels.pack_keys(args) : kernels.pack_values(args);
 }
 
 // Recalled keys that the rows of one recall block see: keys of the block's list that lie before
 // the pass's rows and are not in the head's memory set. Each row sees a prefix, since the list
 // rises with visible_from.
-KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t unit,
-                                        const RowRange& rows, int64_t thread) const {
-  const RecallView& recall = args.recall;
-  const int64_t b = unit / args.key.heads;
-  const int64_t h = unit % args.key.heads;
+KeySet AttendChunk::Impl::pack_recalled(const Pass& pass, int64_t unit, const RowRange& rows,
+                                        int64_t thread) const {
+  const RecallView& recall = pass.recall;
+  const int64_t b = unit / pass.key.heads;
+  const int64_t h = unit % pass.key.heads;
   const int64_t list = recall.list(b, rows.begin);
-  const int32_t* memory = nullptr;
-  int64_t members = 0;
-  for (int s = 0; s < args.num_sets; ++s) {
-    if (args.sets[s].kind != KeySource::Kind::kMemory) continue;
-    memory = args.sets[s].memory.of_unit(unit);
-    members = args.sets[s].memory.count(unit);
-  }
+  const int32_t* const memory = pass.sets.back().memory.of_unit(unit);
+  const int64_t members = pass.sets.back().memory.count(unit);
   int32_t* const kept = workspace.get(thread_parts.positions) + thread * max_recalled;
   int32_t* const limits = workspace.get(thread_parts.limits[2]) + thread * kTaskRows;
   int64_t count = 0;
@@ -280,50 +205,42 @@ KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t uni
       limits[r++] = static_cast<int32_t>(count);
     }
     if (r == rows.count) break;
-    if (position >= args.rows.position()) continue;
+    if (position >= pass.rows.position()) continue;
     if (std::binary_search(memory, memory + members, position)) continue;
     kept[count++] = position;
   }
   while (r < rows.count) limits[r++] = static_cast<int32_t>(count);
 
   float* const keys = workspace.get(thread_parts.recalled) + thread * thread_parts.recalled_floats;
-  float* const values = keys + kernels.packed_key_floats(count, args.key.dim, args.key.dtype);
+  float* const values = keys + kernels.packed_key_floats(count, pass.key.dim, pass.key.dtype);
   const auto pack = [&](const HeadsView& from, float* packed) {
-    return PackArgs{.data = from.row(b, h, 0),
-                    .dtype = from.dtype,
-                    .stride_row = from.stride_row,
-                    .positions = kept,
-                    .count = count,
-                    .begin = 0,
-                    .end = count,
-                    .dim = from.dim,
-                    .packed = packed};
+    return pack_whole(from.row(b, h, 0), from.dtype, from.stride_row, kept, count, from.dim,
+                      packed);
   };
-  kernels.pack_keys(pack(args.key, keys));
-  kernels.pack_values(pack(args.value, values));
-  return {.keys = keys, .values = values, .count = count, .limits = limits, .colsum = nullptr};
+  kernels.pack_keys(pack(pass.key, keys));
+  kernels.pack_values(pack(pass.value, values));
+  return {.keys = keys, .values = values, .count = count, .limits = limits};
 }
 
-void AttendChunk::Impl::attend(const AttendChunkArgs& args, const AttendGrid& grid,
+void AttendChunk::Impl::attend(const Pass& pass, const AttendGrid& grid,
                                const AttendGrid::Task& task, int64_t thread) const {
-  const int64_t first = args.rows.begin + task.block * kTaskRows;
-  const int64_t end = std::min(first + kTaskRows, args.rows.begin + args.rows.count);
-  for (int s = 0; s < args.num_sets; ++s) {
-    const KeySource& set = args.sets[s];
+  const int64_t first = pass.rows.begin + task.block * kTaskRows;
+  const int64_t end = std::min(first + kTaskRows, pass.rows.begin + pass.rows.count);
+  for (int s = 0; s < pass.num_sets(); ++s) {
+    const KeySource& set = pass.sets[s];
     if (!set.sums.data) continue;
-    const int64_t visible = set.kind == KeySource::Kind::kRange
-                                ? set.range.visible_from(args.rows.past + end - 1)
-                                : set.count(task.unit);
+    const int64_t visible =
+        set.is_memory ? set.count(task.unit) : set.range.visible_from(pass.rows.past + end - 1);
     for (int64_t g = task.first_head; g < task.first_head + task.heads; ++g) {
       std::fill_n(partial_sums(s, task.unit, grid.blocks, task.block, g), kernels.padded(visible),
                   0.0F);
     }
   }
   // Rows of different recall blocks see different keys.
-  const int64_t block = args.recall.offsets ? args.recall.block : end;
+  const int64_t block = pass.recalls() ? pass.recall.block : end;
   for (int64_t row = first; row < end;) {
     const int64_t next = std::min(end, (row / block + 1) * block);
-    attend_part(args, grid, task, {.begin = row, .count = next - row, .past = args.rows.past},
+    attend_part(pass, grid, task, {.begin = row, .count = next - row, .past = pass.rows.past},
                 thread);
     row = next;
   }
@@ -331,81 +248,80 @@ void AttendChunk::Impl::attend(const AttendChunkArgs& args, const AttendGrid& gr
 }
 
 // Rows of one recall block, or all of a task's.
-void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGrid& grid,
+void AttendChunk::Impl::attend_part(const Pass& pass, const AttendGrid& grid,
                                     const AttendGrid::Task& task, const RowRange& rows,
                                     int64_t thread) const {
-  const int64_t b = task.unit / args.key.heads;
-  const int64_t h = task.unit % args.key.heads;
+  const int64_t b = task.unit / pass.key.heads;
+  const int64_t h = task.unit % pass.key.heads;
   KeySet packed[3];
   int num_sets = 0;
-  for (; num_sets < args.num_sets; ++num_sets) {
-    const KeySource& set = args.sets[num_sets];
+  for (; num_sets < pass.num_sets(); ++num_sets) {
+    const KeySource& set = pass.sets[num_sets];
     const SetParts& parts = sets[num_sets];
-    const bool is_range = set.kind == KeySource::Kind::kRange;
-    int32_t* limits = nullptr;
-    if (is_range && set.range.visible_from(rows.position()) < set.range.count) {
-      limits = workspace.get(thread_parts.limits[num_sets]) + thread * kTaskRows;
+    const auto by_row = [&](const Workspace::Part<int32_t>& part, const auto& bound_of) {
+      int32_t* const bounds = workspace.get(part) + thread * kTaskRows;
       for (int64_t r = 0; r < rows.count; ++r) {
-        limits[r] = static_cast<int32_t>(set.range.visible_from(rows.position() + r));
+        bounds[r] = static_cast<int32_t>(bound_of(rows.position() + r));
       }
+      return bounds;
+    };
+    // Rows see all of a memory set, whose range is empty.
+    KeySet& keys = packed[num_sets];
+    keys = {.keys = workspace.get(parts.keys) + task.unit * parts.key_floats,
+            .values = workspace.get(parts.values) + task.unit * parts.value_floats,
+            .count = set.count(task.unit)};
+    if (set.range.visible_from(rows.position()) < set.range.count) {
+      keys.limits = by_row(thread_parts.limits[num_sets],
+                           [&](int64_t position) { return set.range.visible_from(position); });
     }
-    int32_t* begins = nullptr;
-    if (is_range && set.range.hidden_from(rows.position() + rows.count - 1) > 0) {
-      begins = workspace.get(thread_parts.begins[num_sets]) + thread * kTaskRows;
-      for (int64_t r = 0; r < rows.count; ++r) {
-        begins[r] = static_cast<int32_t>(set.range.hidden_from(rows.position() + r));
-      }
+    if (set.range.hidden_from(rows.position() + rows.count - 1) > 0) {
+      keys.begins = by_row(thread_parts.begins[num_sets],
+                           [&](int64_t position) { return set.range.hidden_from(position); });
     }
-    packed[num_sets] = {.keys = workspace.get(parts.keys) + task.unit * parts.key_floats,
-                        .values = workspace.get(parts.values) + task.unit * parts.value_floats,
-                        .count = set.count(task.unit),
-                        .limits = limits,
-                        .colsum = nullptr,
-                        .begins = begins};
   }
-  if (args.recall.offsets) {
-    packed[num_sets] = pack_recalled(args, task.unit, rows, thread);
+  if (pass.recalls()) {
+    packed[num_sets] = pack_recalled(pass, task.unit, rows, thread);
     num_sets += packed[num_sets].count > 0;
   }
 
   AttendRowsArgs attend{};
-  attend.dtype = args.query.dtype;
-  attend.out_dtype = args.out.dtype;
-  attend.query_stride = args.query.stride_row;
-  attend.out_stride = args.out.stride_row;
-  attend.earlier_stride = args.earlier.stride_row;
+  attend.dtype = pass.query.dtype;
+  attend.out_dtype = pass.out.dtype;
+  attend.query_stride = pass.query.stride_row;
+  attend.out_stride = pass.out.stride_row;
+  attend.earlier_stride = pass.earlier.stride_row;
   attend.rows = rows.count;
-  attend.head_dim = args.key.dim;
-  attend.value_dim = args.value.dim;
-  attend.scale = args.scale;
-  attend.softcap = args.softcap;
+  attend.head_dim = pass.key.dim;
+  attend.value_dim = pass.value.dim;
+  attend.scale = pass.scale;
+  attend.softcap = pass.softcap;
   attend.sets = packed;
   attend.num_sets = num_sets;
   attend.gemm = kernels.gemm;
   attend.scratch = workspace.get(thread_parts.scratch) + thread * thread_parts.scratch_floats;
   for (int64_t g = task.first_head; g < task.first_head + task.heads; ++g) {
     const int64_t head = h * group + g;
-    for (int s = 0; s < args.num_sets; ++s) {
-      if (!args.sets[s].sums.data) continue;
+    for (int s = 0; s < pass.num_sets(); ++s) {
+      if (!pass.sets[s].sums.data) continue;
       packed[s].colsum = partial_sums(s, task.unit, grid.blocks, task.block, g);
     }
-    attend.sink = args.sinks ? args.sinks[head] : kNegInf;
-    attend.query = args.query.row(b, head, rows.begin);
-    attend.out = args.out.row(b, head, rows.begin);
-    if (args.earlier.data) {
-      attend.earlier = static_cast<const float*>(args.earlier.row(b, head, rows.begin));
+    attend.sink = pass.sinks ? pass.sinks[head] : kNegInf;
+    attend.query = pass.query.row(b, head, rows.begin);
+    attend.out = pass.out.row(b, head, rows.begin);
+    if (pass.earlier.data) {
+      attend.earlier = static_cast<const float*>(pass.earlier.row(b, head, rows.begin));
     }
-    attend.lse = args.lse + (b * args.query.heads + head) * args.query.length + rows.begin;
+    attend.lse = pass.lse + (b * pass.query.heads + head) * pass.query.length + rows.begin;
     kernels.attend_rows(attend);
   }
 }
 
 // Reduces partial column sums, always in the same order.
-void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Task& task,
+void AttendChunk::Impl::reduce(const Pass& pass, const RangeGrid::Task& task,
                                int64_t blocks) const {
-  const KeySource& set = args.sets[task.set];
+  const KeySource& set = pass.sets[task.set];
   float* const sums = set.sums.data + task.unit * set.sums.stride;
-  const int64_t end = std::min(task.begin + kReduceKeys, set.width());
+  const int64_t end = std::min(task.begin + kRangeKeys, set.width());
   const int64_t count = std::min(end, set.count(task.unit));
   for (int64_t j = task.begin; j < end; ++j) sums[j] = 0.0F;
   for (int64_t g = 0; g < group; ++g) {
@@ -414,51 +330,51 @@ void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Ta
     float* const total = partial_sums(task.set, task.unit, blocks, blocks - 1, g);
     for (int64_t block = 0; block + 1 < blocks; ++block) {
       const float* const part = partial_sums(task.set, task.unit, blocks, block, g);
-      const int64_t last = args.rows.position() + (block + 1) * kTaskRows - 1;
-      const int64_t visible =
-          set.kind == KeySource::Kind::kRange ? set.range.visible_from(last) : count;
+      const int64_t last = pass.rows.position() + (block + 1) * kTaskRows - 1;
+      const int64_t visible = set.is_memory ? count : set.range.visible_from(last);
       for (int64_t j = task.begin; j < std::min(count, visible); ++j) total[j] += part[j];
     }
     for (int64_t j = task.begin; j < count; ++j) {
-      sums[j] = args.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
+      sums[j] = pass.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
     }
   }
 }
 
-void AttendChunk::run(const AttendChunkArgs& args) {
+void AttendChunk::run(const AttentionCall& call, const RowRange& rows,
+                      c10::ArrayRef<KeySource> sets) {
   const Impl& m = *impl_;
+  const Pass pass{call, rows, sets};
   int64_t most_keys = 0;
   int64_t all_keys = 0;
   bool any_sums = false;
-  for (int s = 0; s < args.num_sets; ++s) {
-    const int64_t keys = args.sets[s].width();
-    most_keys = std::max(most_keys, keys);
-    all_keys += keys;
-    any_sums |= args.sets[s].sums.data != nullptr;
+  for (const KeySource& set : sets) {
+    most_keys = std::max(most_keys, set.width());
+    all_keys += set.width();
+    any_sums |= set.sums.data != nullptr;
   }
-  const int64_t work =
-      m.units * m.group * args.rows.count * all_keys * (args.key.dim + args.value.dim);
+  const int64_t work = m.units * m.group * rows.count * all_keys * (call.key.dim + call.value.dim);
   const int64_t threads = work < kSerialWork ? 1 : m.threads;
 
-  const PackGrid packing{
-      .units = m.units, .sets = args.num_sets, .ranges = divide_up(most_keys, kPackKeys)};
-  for_each_task(packing, threads, [&](const PackGrid::Task& task, int64_t) { m.pack(args, task); });
+  RangeGrid ranges{.units = m.units,
+                   .sets = pass.num_sets(),
+                   .parts = 2,  // keys and values
+                   .ranges = divide_up(most_keys, kRangeKeys)};
+  for_each_task(ranges, threads, [&](const RangeGrid::Task& task, int64_t) { m.pack(pass, task); });
 
-  const int64_t blocks = divide_up(args.rows.count, kTaskRows);
+  const int64_t blocks = divide_up(rows.count, kTaskRows);
   // A task takes all query heads of a KV head, which share its packed keys in L2, and what it packs
   // of recalled ones, if that leaves enough tasks; otherwise it takes one query head.
   const bool whole_groups = m.units * blocks >= kTasksPerThread * threads;
   const AttendGrid attending{
       .units = m.units, .blocks = blocks, .shares = whole_groups ? 1 : m.group, .group = m.group};
   for_each_task(attending, threads, [&](const AttendGrid::Task& task, int64_t thread) {
-    m.attend(args, attending, task, thread);
+    m.attend(pass, attending, task, thread);
   });
 
   if (!any_sums) return;
-  const ReduceGrid reducing{
-      .units = m.units, .sets = args.num_sets, .ranges = divide_up(most_keys, kReduceKeys)};
-  for_each_task(reducing, threads, [&](const ReduceGrid::Task& task, int64_t) {
-    if (args.sets[task.set].sums.data) m.reduce(args, task, blocks);
+  ranges.parts = 1;
+  for_each_task(ranges, threads, [&](const RangeGrid::Task& task, int64_t) {
+    if (sets[task.set].sums.data) m.reduce(pass, task, blocks);
   });
 }
 

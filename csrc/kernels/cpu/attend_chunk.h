@@ -2,9 +2,12 @@
 // that every CPU attention op repeats.
 #pragma once
 
+#include <c10/util/ArrayRef.h>
+
 #include <cstdint>
 #include <memory>
 
+#include "common/attention.h"
 #include "kernels/cpu/workspace.h"
 #include "kernels/key_sets.h"
 #include "kernels/params.h"
@@ -19,50 +22,49 @@ struct ColumnSums {
 
 // A key set before it is packed: a range of the history, or the units' memory sets.
 struct KeySource {
-  enum class Kind { kRange, kMemory };
+  KeySource(const CausalRange& range, ColumnSums sums = {}) : range(range), sums(sums) {}
+  KeySource(const MemorySetView& memory, ColumnSums sums)
+      : is_memory(true), memory(memory), sums(sums) {}
 
-  Kind kind = Kind::kRange;
+  int64_t width() const { return is_memory ? memory.width : range.count; }
+  int64_t count(int64_t unit) const { return is_memory ? memory.count(unit) : range.count; }
+
+  bool is_memory = false;
   CausalRange range{};
   MemorySetView memory{};
-  ColumnSums sums{};
-
-  int64_t width() const { return kind == Kind::kRange ? range.count : memory.width; }
-  int64_t count(int64_t unit) const {
-    return kind == Kind::kRange ? range.count : memory.count(unit);
-  }
+  ColumnSums sums;
 };
 
-struct AttendChunkArgs {
+// Common to all passes of a call.
+struct AttentionCall {
+  // x: with contiguous rows (see with_rows()).
+  AttentionCall(const AttentionArguments& x, const at::Tensor& out, float* lse)
+      : query(heads_view(x.query)),
+        key(heads_view(x.key)),
+        value(heads_view(x.value)),
+        out(heads_view(out)),
+        lse(lse),
+        scale(static_cast<float>(x.scale())),
+        sinks(x.sink_data()),
+        softcap(static_cast<float>(bounded_softcap(x.softcap))) {}
+
   HeadsView query;  // all queries of the call
   HeadsView key;    // the whole history
   HeadsView value;
-  HeadsView out;      // rows as query; float32 or the dtype of the query
-  HeadsView earlier;  // a result over other keys to merge with, as out, float32; no data: none
-  float* lse;         // [B, Hq, query.length]; holds the lse of `earlier` at first
-  RowRange rows;
+  HeadsView out;        // rows as query; float32 or the dtype of the query
+  HeadsView earlier{};  // a result over other keys to merge with, as out, float32; no data: none
+  float* lse;           // [B, Hq, query.length]; holds the lse of `earlier` at first
   float scale;
-  const float* sinks = nullptr;  // [Hq], a further logit of each head's denominators; null: none
-  float softcap = 0.0F;          // logits z become softcap tanh(z / softcap); 0: they do not
-  bool reduce_max;  // column sums of a group: the maximum over its heads instead of the sum
-  KeySource sets[2];
-  int num_sets;
-  RecallView recall;  // keys of sets[1] and keys not before the rows are left out
+  const float* sinks;       // [Hq], a further logit of each head's denominators; null: none
+  float softcap;            // logits z become softcap tanh(z / softcap); 0: they do not
+  bool reduce_max = false;  // column sums of a group: the maximum over its heads instead of the sum
+  RecallView recall{};      // keys that passes with memory sets see besides
 };
 
-// The passes, each over `rows` of a call whose tensors, scale and recalled keys `call` names.
-//
-// Phase 1: the rows are a chunk, and attend to its keys causally.
-AttendChunkArgs chunk_pass(const AttendChunkArgs& call, const RowRange& rows, ColumnSums sums);
-// Both phases of a chunk in one pass: its own keys, its memory sets and its recalled keys.
-AttendChunkArgs chunk_and_memory_pass(const AttendChunkArgs& call, const RowRange& rows,
-                                      ColumnSums chunk_sums, const MemorySetView& memory,
-                                      ColumnSums memory_sums);
-// Phase 2 alone.
-AttendChunkArgs memory_pass(const AttendChunkArgs& call, const RowRange& rows,
-                            const MemorySetView& memory, ColumnSums sums);
-// Dense attention to one or two ranges of keys. second.count 0: there is none.
-AttendChunkArgs range_pass(const AttendChunkArgs& call, const RowRange& rows,
-                           const CausalRange& first, const CausalRange& second);
+// The keys of a chunk, which its rows attend to causally.
+inline CausalRange own_keys(const RowRange& rows) {
+  return {.begin = rows.position(), .count = rows.count};
+}
 
 // Upper bounds over all passes of a call.
 struct AttendLimits {
@@ -74,11 +76,12 @@ struct AttendLimits {
 class AttendChunk {
  public:
   // Plans its part of the workspace, which is allocated before run().
-  AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
-              const RecallView& recall, const AttendLimits& limits, Workspace& workspace);
+  AttendChunk(const AttentionCall& call, const AttendLimits& limits, Workspace& workspace);
   ~AttendChunk();
 
-  void run(const AttendChunkArgs& args);
+  // Attends with rows of a call to one or two key sets, the memory sets last. Besides these, rows
+  // see the recalled keys that lie before the first of them and are not in their memory set.
+  void run(const AttentionCall& call, const RowRange& rows, c10::ArrayRef<KeySource> sets);
 
  private:
   struct Impl;

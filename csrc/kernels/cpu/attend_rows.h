@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/inline.h"
 #include "kernels/cpu/linear_chunk.h"
 #include "kernels/params.h"
 #include "kernels/softmax_state.h"
@@ -19,24 +20,32 @@ struct PackArgs {
   int64_t stride_row;  // in elements
   const int32_t* positions;
   int64_t count;  // rows of the whole set
-  int64_t
-      begin;    // rows [begin, end) of it are packed by this call: multiples of the panel, but the
-  int64_t end;  // last end is `count`
+  // Rows [begin, end) of it are packed by this call: multiples of the panel, but the last end is
+  // `count`.
+  int64_t begin;
+  int64_t end;
   int64_t dim;
   float* packed;  // the whole set's
 };
+
+// Packs a whole set in one call.
+H2O_INLINE PackArgs pack_whole(const void* data, DType dtype, int64_t stride_row,
+                               const int32_t* positions, int64_t count, int64_t dim,
+                               float* packed) {
+  return {data, dtype, stride_row, positions, count, /*begin=*/0, /*end=*/count, dim, packed};
+}
 
 // Keys and values in packed form.
 struct KeySet {
   const float* keys;    // written by pack_keys
   const float* values;  // written by pack_values
   int64_t count;        // keys of the set
-  const int32_t*
-      limits;     // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
-  float* colsum;  // fp32 [padded(count)], added to: sum over rows of the softmax over this set;
-                  // null: not wanted
-  const int32_t* begins = nullptr;  // row r sees these from begins[r] on, never falling
-                                    // with r; null: all
+  // Row r sees keys [begins[r], limits[r]), neither falling with r; null: from the first, to the
+  // last one.
+  const int32_t* limits = nullptr;
+  // fp32 [padded(count)], added to: sum over rows of the softmax over this set; null: not wanted.
+  float* colsum = nullptr;
+  const int32_t* begins = nullptr;
 };
 
 // c[m, n] = a[m, k] b[k, n], or added to c; a and b bfloat16, c float32. Row strides in elements; b

@@ -7,7 +7,7 @@
 #include "common/prefill_entries.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attention_call.h"
+#include "kernels/cpu/attend_chunk.h"
 #include "kernels/cpu/dense_attention.h"
 #include "kernels/cpu/error_rows.h"
 #include "kernels/cpu/memory_set_updater.h"
@@ -28,13 +28,12 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   Workspace workspace;
   std::optional<MemorySetUpdater> updater;
   if (request.selects() || request.num_checkpoints() > 0) updater.emplace(request, workspace);
-  AttendChunkArgs call = attention_call(x, out, /*lse=*/nullptr);
+  AttentionCall call(x, out, /*lse=*/nullptr);
   call.reduce_max = request.reduce_max();
   call.recall = request.recall_view(recall);
   const int64_t largest = request.largest_chunk();
-  AttendChunk attend(call.query, call.key, call.value, call.recall,
-                     {.rows = largest, .keys = {largest, updater ? updater->max_members() : 0}},
-                     workspace);
+  const int64_t members = updater ? updater->max_members() : 0;
+  AttendChunk attend(call, {.rows = largest, .keys = {largest, members}}, workspace);
   std::optional<ErrorRows> errors;
   if (request.selects() && request.settings.error_rows > 0) errors.emplace(request, workspace);
   const auto lse = workspace.add<float>(call.query.batch * call.query.heads * length);
@@ -53,10 +52,10 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
     const int64_t begin = rows.position();
     const ColumnSums chunk_sums{.data = scores + begin, .stride = scores_stride};
     if (begin == 0) {
-      attend.run(chunk_pass(call, rows, chunk_sums));
+      attend.run(call, rows, {{own_keys(rows), chunk_sums}});
     } else {
       select(rows.begin);
-      attend.run(chunk_and_memory_pass(call, rows, chunk_sums, updater->sets(), updater->sums()));
+      attend.run(call, rows, {{own_keys(rows), chunk_sums}, {updater->sets(), updater->sums()}});
       updater->accumulate();
       if (errors) errors->measure(call, rows);
     }

@@ -24,6 +24,9 @@ constexpr int64_t kFewTokens = 8;
 // sequentially. Upper bound on the L2 memory of their states.
 constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 
+// Results of at least so many bytes are too large to be read again from a cache.
+constexpr int64_t kStreamedBytes = int64_t{8} << 20;
+
 // The same call from the last token to the first.
 LinearAttentionParams reversed(LinearAttentionParams call) {
   for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
@@ -43,7 +46,9 @@ class LinearAttention {
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
-        streams_out_(exceeds_caches(call.out)),
+        streams_out_(call.query.batch * call.query.heads * call.query.length * call.out.dim *
+                         size_of(call.out.dtype) >=
+                     kStreamedBytes),
         pieces_(units_, call.key.length, state_floats_) {}
 
   void run() {
@@ -266,15 +271,7 @@ class LinearAttention {
             .heads = group_,
             .query = {call_.query, b, h * group_, row},
             .out = {call_.out, b, h * group_, row},
-            .next_rows = 0,
-            .next_key = nullptr,
-            .next_value = nullptr,
-            .next_query = nullptr,
             .streams_out = streams_out_,
-            .start = nullptr,
-            .start_log_decay = 0.0F,
-            .sum = nullptr,
-            .sum_is_zero = true,
             .scratch = workspace_.get(scratch_) + thread * scratch_floats_};
   }
 
@@ -294,25 +291,52 @@ class LinearAttention {
   Workspace::Part<float> log_decays_;  // [units, pieces]
 };
 
+// reverse: from the last token to the first.
+LinearAttentionResult attend_causally(const LinearAttentionRequest& r, bool reverse = false) {
+  const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  const auto data = [](const at::Tensor& t) {
+    return t.defined() ? t.const_data_ptr<float>() : nullptr;
+  };
+  const auto q = with_contiguous_rows(r.query), k = with_contiguous_rows(r.key);
+  const auto v = with_contiguous_rows(r.value);
+  const auto decay = r.decay_by_token();
+  const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
+  const auto options = k.options().dtype(at::kFloat);
+  auto out = empty_heads(q.size(0), q.size(1), r.length(), v.size(3), q);
+  auto last_state = at::empty({k.size(0), k.size(1), k.size(3), v.size(3)}, options);
+  auto last_normalizer = at::empty({k.size(0), k.size(1), r.normalize ? k.size(3) : 0}, options);
+  if (k.size(0) == 0 || k.size(2) == 0) {
+    // Without tokens the states stay as they are.
+    state.defined() ? last_state.copy_(state) : last_state.zero_();
+    normalizer.defined() ? last_normalizer.copy_(normalizer) : last_normalizer.zero_();
+    return {out, last_state, last_normalizer};
+  }
+  const LinearAttentionParams params{
+      .query = heads_view(q),
+      .key = heads_view(k),
+      .value = heads_view(v),
+      .out = heads_view(out),
+      .log_decay = data(decay),
+      .decay_stride_batch = decay.defined() ? decay.stride(0) : 0,
+      .decay_stride_head = decay.defined() ? decay.stride(1) : 0,
+      .decay_stride_row = decay.defined() ? decay.stride(2) : 0,
+      .state = data(state),
+      .normalizer = data(normalizer),
+      .last_state = last_state.mutable_data_ptr<float>(),
+      .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
+      .feature_map = r.feature_map,
+      .normalize = r.normalize,
+      .scale = static_cast<float>(r.scale)};
+  LinearAttention(reverse ? reversed(params) : params).run();
+  return {out, last_state, last_normalizer};
+}
+
 composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size,
-                        bool reverse) {
-  const LinearAttentionRequest request{.query = q,
-                                       .key = k,
-                                       .value = v,
-                                       .log_decay = log_decay,
-                                       .state = state,
-                                       .normalizer = {},
-                                       .feature_map = FeatureMap::kIdentity,
-                                       .chunk_size = chunk_size,
-                                       .causal = true,
-                                       .diagonal_once = false,
-                                       .normalize = false,
-                                       .scale = 1.0};
-  const auto found = attend_causally(request, [&](const auto& params) {
-    LinearAttention(reverse ? reversed(params) : params).run();
-  });
-  return {std::get<0>(found), std::get<1>(found)};
+                        const at::Tensor& log_decay, const at::Tensor& state,
+                        int64_t /*chunk_size*/, bool reverse) {
+  const LinearAttentionRequest recurrence{q, k, v, log_decay, state};
+  const auto [out, last_state, normalizer] = attend_causally(recurrence, reverse);
+  return {out, last_state};
 }
 
 composite::LinearScan scan_of(const at::Tensor& q) {
@@ -323,8 +347,7 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   if (!r.causal || r.query.scalar_type() == at::kDouble) {
     return composite::linear_attention(r, scan_of(r.query));
   }
-  return attend_causally(
-      r, [](const LinearAttentionParams& params) { LinearAttention(params).run(); });
+  return attend_causally(r);
 }
 
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,

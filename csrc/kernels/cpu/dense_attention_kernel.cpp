@@ -2,10 +2,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <utility>
+#include <vector>
 
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attention_call.h"
+#include "kernels/cpu/attend_chunk.h"
 #include "kernels/cpu/dense_attention.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/softmax_state.h"
@@ -29,47 +29,33 @@ bool packing_pays(const AttentionArguments& x) {
 
 // The key ranges of a step's rows, as far as a row's window reaches: their own first, then the
 // earlier ones, nearest first.
-class KeyRanges {
- public:
-  KeyRanges(const RowRange& rows, int64_t window)
-      : own_{.begin = rows.position(), .count = rows.count, .window = window},
-        first_(std::max<int64_t>(0, rows.position() - window + 1)),
-        end_(rows.position()),
-        window_(window) {}
-
-  bool empty() const { return own_.count == 0 && end_ == first_; }
-
-  // The next range; none has count 0.
-  CausalRange next() {
-    if (own_.count > 0) return std::exchange(own_, {});
-    const int64_t count = std::min(end_ - first_, kStep);
-    end_ -= count;
-    return {.begin = end_, .count = count, .window = window_};
+std::vector<KeySource> key_ranges(const RowRange& rows, int64_t window) {
+  const int64_t first = std::max<int64_t>(0, rows.position() - window + 1);
+  CausalRange range{.begin = rows.position(), .count = rows.count, .window = window};
+  std::vector<KeySource> ranges{range};
+  while (range.begin > first) {
+    range.count = std::min(range.begin - first, kStep);
+    range.begin -= range.count;
+    ranges.emplace_back(range);
   }
-
- private:
-  CausalRange own_;
-  int64_t first_;  // keys [first_, end_) before the rows have not been visited
-  int64_t end_;
-  int64_t window_;
-};
+  return ranges;
+}
 
 // Attends with the rows of x's query, which are some of a call's, and returns their lse. Two ranges
 // of keys at a time; partial results are merged in float32.
 at::Tensor attend_rows_of_step(AttendChunk& attend, const AttentionArguments& x,
                                const at::Tensor& out, const RowRange& rows, int64_t window) {
   const auto lse = x.empty_lse();
-  AttendChunkArgs call = attention_call(x, out, lse.mutable_data_ptr<float>());
-  KeyRanges ranges(rows, window);
+  AttentionCall call(x, out, lse.mutable_data_ptr<float>());
+  const auto ranges = key_ranges(rows, window);
   at::Tensor partial;
-  while (!ranges.empty()) {
-    const CausalRange first = ranges.next();
-    const CausalRange second = ranges.next();
-    if (!ranges.empty() && !partial.defined()) {
+  for (size_t i = 0; i < ranges.size(); i += 2) {
+    const bool is_last = i + 2 >= ranges.size();
+    if (!is_last && !partial.defined()) {
       partial = empty_heads(out.size(0), out.size(1), rows.count, out.size(3), lse);
     }
-    call.out = heads_view(ranges.empty() ? out : partial);
-    attend.run(range_pass(call, rows, first, second));
+    call.out = heads_view(is_last ? out : partial);
+    attend.run(call, rows, c10::ArrayRef(ranges).slice(i, is_last ? ranges.size() - i : 2));
     if (partial.defined()) call.earlier = heads_view(partial);
     call.sinks = nullptr;  // a sink counts once
   }
@@ -151,10 +137,10 @@ at::Tensor attend_in_window(const AttentionArguments& given, int64_t window,
   const int64_t step = std::min(length, kStep);
   const int64_t keys = std::min(x.total(), kStep);
   Workspace workspace;
-  AttendChunk attend(heads_view(x.query), heads_view(x.key), heads_view(x.value), /*recall=*/{},
-                     {.rows = step, .keys = {keys, keys}}, workspace);
-  workspace.allocate();
   auto out = x.empty_out();
+  AttendChunk attend(AttentionCall(x, out, /*lse=*/nullptr), {.rows = step, .keys = {keys, keys}},
+                     workspace);
+  workspace.allocate();
   for (int64_t row = 0; row < length; row += step) {
     const int64_t rows = std::min(step, length - row);
     AttentionArguments of_step = x;

@@ -69,11 +69,7 @@ ErrorRows::ErrorRows(const PrefillRequest& request, Workspace& workspace)
   lses_ = workspace.add<float>(units * shares_ * all_rows());
 }
 
-int64_t ErrorRows::result(int64_t unit, int64_t share) const {
-  return (unit * shares_ + share) * all_rows();
-}
-
-void ErrorRows::attend(const AttendChunkArgs& call) const {
+void ErrorRows::attend(const AttentionCall& call) const {
   const int64_t bytes = call.key.dim * size_of(call.query.dtype);
   for (int64_t unit = 0; unit < request_.units(); ++unit) {
     auto* to = reinterpret_cast<char*>(workspace_.get(queries_) + unit * all_rows() * call.key.dim);
@@ -94,8 +90,7 @@ void ErrorRows::attend(const AttendChunkArgs& call) const {
   });
 }
 
-void ErrorRows::attend_share(const AttendChunkArgs& call, const Share& share,
-                             int64_t thread) const {
+void ErrorRows::attend_share(const AttentionCall& call, const Share& share, int64_t thread) const {
   const CpuKernels& kernels = cpu_kernels();
   const int64_t b = share.unit / call.key.heads;
   const int64_t h = share.unit % call.key.heads;
@@ -117,15 +112,8 @@ void ErrorRows::attend_share(const AttendChunkArgs& call, const Share& share,
     if (first == all_rows()) break;
     const int64_t count = std::min(kBlockKeys, share.end - begin);
     const auto pack = [&](const HeadsView& from, float* packed) {
-      return PackArgs{.data = from.row(b, h, begin),
-                      .dtype = from.dtype,
-                      .stride_row = from.stride_row,
-                      .positions = nullptr,
-                      .count = count,
-                      .begin = 0,
-                      .end = count,
-                      .dim = from.dim,
-                      .packed = packed};
+      return pack_whole(from.row(b, h, begin), from.dtype, from.stride_row, nullptr, count,
+                        from.dim, packed);
     };
     kernels.pack_keys(pack(call.key, keys));
     kernels.pack_values(pack(call.value, values));
@@ -133,11 +121,7 @@ void ErrorRows::attend_share(const AttendChunkArgs& call, const Share& share,
       const int64_t visible = request_.past() + rows_[i / group_] + 1 - begin;
       limits[i] = static_cast<int32_t>(std::min(visible, count));
     }
-    const KeySet set{.keys = keys,
-                     .values = values,
-                     .count = count,
-                     .limits = limits + first,
-                     .colsum = nullptr};
+    const KeySet set{.keys = keys, .values = values, .count = count, .limits = limits + first};
     const float* const query = workspace_.get(queries_) + share.unit * all_rows() * call.key.dim;
     kernels.attend_rows({.query = reinterpret_cast<const char*>(query) +
                                   first * call.key.dim * size_of(call.query.dtype),
@@ -163,8 +147,7 @@ void ErrorRows::attend_share(const AttendChunkArgs& call, const Share& share,
   if (kernels.gemm_release) kernels.gemm_release();
 }
 
-double ErrorRows::error(const AttendChunkArgs& call, int64_t unit, int64_t first,
-                        int64_t end) const {
+double ErrorRows::error(const AttentionCall& call, int64_t unit, int64_t first, int64_t end) const {
   const int64_t b = unit / call.key.heads;
   const int64_t h = unit % call.key.heads;
   const int64_t dim = call.value.dim;
@@ -193,7 +176,7 @@ double ErrorRows::error(const AttendChunkArgs& call, int64_t unit, int64_t first
   return sum / static_cast<double>((end - first) * group_);
 }
 
-void ErrorRows::measure(const AttendChunkArgs& call, const RowRange& rows) const {
+void ErrorRows::measure(const AttentionCall& call, const RowRange& rows) const {
   const auto measured = [&](int64_t row) {
     return std::lower_bound(rows_.begin(), rows_.end(), row) - rows_.begin();
   };

@@ -18,10 +18,10 @@ class ErrorRows {
   ErrorRows(const PrefillRequest& request, Workspace& workspace);
 
   // Computes the exact results. call: the tensors and the scale.
-  void attend(const AttendChunkArgs& call) const;
+  void attend(const AttentionCall& call) const;
 
   // rows: of a chunk whose sparse output is in call.out.
-  void measure(const AttendChunkArgs& call, const RowRange& rows) const;
+  void measure(const AttentionCall& call, const RowRange& rows) const;
 
  private:
   // A share of the keys of a unit, whose partial results one task computes.
@@ -32,14 +32,16 @@ class ErrorRows {
     int64_t end;
   };
 
-  void attend_share(const AttendChunkArgs& call, const Share& share, int64_t thread) const;
+  void attend_share(const AttentionCall& call, const Share& share, int64_t thread) const;
   // The mean over measured rows [first, end) of |sparse - exact|^2 / |exact|^2.
-  double error(const AttendChunkArgs& call, int64_t unit, int64_t first, int64_t end) const;
+  double error(const AttentionCall& call, int64_t unit, int64_t first, int64_t end) const;
 
   // Results of all measured rows of a unit's query heads, by position: row i of head g of the group
   // is i * group + g.
   int64_t all_rows() const { return static_cast<int64_t>(rows_.size()) * group_; }
-  int64_t result(int64_t unit, int64_t share) const;
+  int64_t result(int64_t unit, int64_t share) const {
+    return (unit * shares_ + share) * all_rows();
+  }
 
   const PrefillRequest& request_;
   const Workspace& workspace_;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attention_call.h"
+#include "kernels/cpu/attend_chunk.h"
 
 namespace h2o_prefill {
 namespace {
@@ -20,16 +20,15 @@ AttentionResult intra_chunk_attention_cpu(const AttentionArguments& given, int64
   auto colsum = at::empty({x.key.size(0), x.key.size(1), length}, lse.options());
   if (out.numel() == 0) return {out, lse, colsum};
 
-  const AttendChunkArgs call = attention_call(x, out, lse.mutable_data_ptr<float>());
+  const AttentionCall call(x, out, lse.mutable_data_ptr<float>());
   const int64_t largest = std::min(chunk_size, length);
   Workspace workspace;
-  AttendChunk attend(call.query, call.key, call.value, call.recall,
-                     {.rows = largest, .keys = {largest, 0}}, workspace);
+  AttendChunk attend(call, {.rows = largest, .keys = {largest, 0}}, workspace);
   workspace.allocate();
   for (int64_t begin = 0; begin < length; begin += chunk_size) {
-    attend.run(
-        chunk_pass(call, {.begin = begin, .count = std::min(chunk_size, length - begin), .past = 0},
-                   {.data = colsum.mutable_data_ptr<float>() + begin, .stride = length}));
+    const RowRange rows{.begin = begin, .count = std::min(chunk_size, length - begin), .past = 0};
+    const ColumnSums sums{.data = colsum.mutable_data_ptr<float>() + begin, .stride = length};
+    attend.run(call, rows, {{own_keys(rows), sums}});
   }
   return {out, lse, colsum};
 }

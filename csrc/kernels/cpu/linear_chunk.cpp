@@ -7,7 +7,6 @@
 
 #include "kernels/cpu/linear_rows.h"
 #include "kernels/cpu/linear_tiles.h"
-#include "kernels/cpu/linear_tokens.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/row_stream.h"
@@ -117,10 +116,10 @@ RowStream next_queries(const LinearChunkArgs& args, int64_t head, int64_t first)
 }
 
 void pack(const LinearChunkArgs& args, const Scratch& scratch) {
-  pack_key_rows<Products>(
-      pack_args(args.key.data, args.dtype, args.key.stride, args.rows, args.key_dim, scratch.keys));
-  pack_value_rows<Products>(pack_args(args.value.data, args.dtype, args.value.stride, args.rows,
-                                      args.value_dim, scratch.values));
+  pack_key_rows<Products>(pack_whole(args.key.data, args.dtype, args.key.stride, nullptr, args.rows,
+                                     args.key_dim, scratch.keys));
+  pack_value_rows<Products>(pack_whole(args.value.data, args.dtype, args.value.stride, nullptr,
+                                       args.rows, args.value_dim, scratch.values));
   map_features(args.feature_map, pad_to(args.rows, kPanel) * args.key_dim, scratch.keys);
   const int64_t rest = args.rows % kPanel;
   if (rest == 0) return;
@@ -164,15 +163,13 @@ void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, 
   for (int64_t d = 0; d < width; d += kPanel) {
     for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
       out_tile<kRows>({.query = scratch.query + row * dim,
-                       .query_stride = dim,
                        .dim = dim,
                        .state = state ? state + d * dim : nullptr,
                        .from_start = args.log_decay && state ? scratch.from_start + row : nullptr,
                        .scores = scratch.scores + row * stride,
                        .stride = stride,
                        .num_keys = first + row + kRows,
-                       .values = scratch.values + d * padded,
-                       .values_stride = kPanel},
+                       .values = scratch.values + d * padded},
                       scratch.acc + row * width + d, width);
     });
     streams.advance();
@@ -204,13 +201,10 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
   const int64_t stride = score_stride(args.rows);
   load_queries(args, head, first, rows, scratch.query);
   score_rows({.query = scratch.query,
-              .query_stride = dim,
               .dim = dim,
               .keys = scratch.keys,
-              .added = nullptr,
               .decays = args.log_decay ? scratch.decays : nullptr,
-              .stride = stride,
-              .visible = 0},
+              .stride = stride},
              first, rows, scratch.scores, [&] { streams.advance(); });
   multiply_rows_by_past(args, scratch, state, first, rows, streams);
   for (int r = 0; r < rows; ++r) {
@@ -256,7 +250,7 @@ __attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const
   load_decayed(sum, kept, acc);
   for (int64_t j = 0; j < rows; j += kPanel) {
     const int64_t depth = rows - j < kPanel ? rows - j : kPanel;
-    add_products<Products>(keys + j * dim, kPanel, values + j * kPanel, kPanel, depth, acc);
+    add_products<Products>(keys + j * dim, kPanel, values + j * kPanel, depth, acc);
   }
   store_tile(acc, sum, kPanel);
 }

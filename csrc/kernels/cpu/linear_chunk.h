@@ -6,8 +6,7 @@
 
 #include <cstdint>
 
-#include "kernels/feature_map.h"
-#include "kernels/params.h"
+#include "kernels/linear_params.h"
 
 namespace h2o_prefill {
 
@@ -41,18 +40,18 @@ struct LinearChunkArgs {
   LinearRows out;
   // Rows of the next call on this thread, which has the same strides and heads; they are
   // prefetched.
-  int64_t next_rows;
-  const void* next_key;
-  const void* next_value;
-  const void* next_query;
+  int64_t next_rows = 0;
+  const void* next_key = nullptr;
+  const void* next_value = nullptr;
+  const void* next_query = nullptr;
   bool streams_out;  // the output is too large to be read again from a cache
   // The state before the chunk is exp(start_log_decay) * start + sum. The chunk decays `sum` and
   // adds its own contribution.
-  const float* start;  // null: 0
-  float start_log_decay;
-  float* sum;
-  bool sum_is_zero;  // `sum` is uninitialised and counts as zero
-  float* scratch;    // scratch_floats(...) floats, of one thread
+  const float* start = nullptr;  // null: 0
+  float start_log_decay = 0.0F;
+  float* sum = nullptr;
+  bool sum_is_zero = true;  // `sum` is uninitialised and counts as zero
+  float* scratch;           // scratch_floats(...) floats, of one thread
 };
 
 // States of a KV head in the caller's layout, float32 and contiguous. Null input: zero; null

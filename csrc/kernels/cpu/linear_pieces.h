@@ -1,11 +1,10 @@
-// How linear attention on CPUs is cut into tasks, and how its results are written.
+// How linear attention on CPUs is cut into tasks.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "kernels/cpu/tasks.h"
-#include "kernels/params.h"
 
 namespace h2o_prefill {
 
@@ -49,11 +48,5 @@ struct LinearPieces {
   static constexpr int64_t kTokens = 1024;
   static constexpr int64_t kStateBytes = int64_t{32} << 20;
 };
-
-// Whether a result is too large to be read again from a cache.
-inline bool exceeds_caches(const HeadsView& result) {
-  constexpr int64_t kBytes = int64_t{8} << 20;
-  return result.batch * result.heads * result.length * result.dim * size_of(result.dtype) >= kBytes;
-}
 
 }  // namespace h2o_prefill

@@ -1,4 +1,4 @@
-// Feature maps, decays and sums over rows of linear attention.
+// Feature maps, decays and sums over rows of linear attention, and its way token by token.
 #pragma once
 
 #include "kernels/cpu/attend_rows.h"
@@ -6,7 +6,6 @@
 #include "kernels/cpu/products.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
-#include "kernels/feature_map.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill::H2O_ISA {
@@ -64,19 +63,6 @@ H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, float* x) {
   if (feature_map != FeatureMap::kIdentity) map_features(feature_map, n, x, x);
 }
 
-H2O_INLINE PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows,
-                              int64_t dim, float* packed) {
-  return {.data = data,
-          .dtype = dtype,
-          .stride_row = stride,
-          .positions = nullptr,
-          .count = rows,
-          .begin = 0,
-          .end = rows,
-          .dim = dim,
-          .packed = packed};
-}
-
 // out = exp(log_decay) * start + sum, in whole vectors; out may be sum.
 H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats, const float* sum,
                             float* out) {
@@ -128,5 +114,9 @@ H2O_INLINE void write_row(const float* row, int64_t dim, float factor, void* dat
   store_floats(row, dim, factor, buffer, dtype, 0);
   for (int64_t i = 0; i < bytes; i += kVectorBytes) stream(out + i, load(buffer + i / 4));
 }
+
+// See LinearKernels.
+void linear_tokens(const LinearChunkArgs& args, const LinearStates& states);
+int64_t token_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 
 }  // namespace h2o_prefill::H2O_ISA

@@ -45,35 +45,32 @@ H2O_INLINE void scale_tile(const float* factors, Vec (&tile)[kRows][kTileVectors
 }
 
 struct ScoreOperands {
-  const float* query;
-  int64_t query_stride;
+  const float* query;  // dense rows
   int64_t dim;
   const float* keys;    // panel
-  const float* added;   // to each row's scores; null: zero
   const float* decays;  // factors of the scores; null: 1
   int64_t stride;       // of decays and scores
-  int64_t visible;      // keys of the panel that the first row sees; each further row sees one more
 };
 
-// Scores of kRows rows with the first vectors of a panel of keys, 0 for keys that a row does not
-// see. Not inlined: the loops of several products in one function leave each too few registers.
+// Scores of kRows rows with the first vectors of a panel of keys. The first row sees `visible` of
+// them, each further row one more; the others get 0. Not inlined: the loops of several products in
+// one function leave each too few registers.
 template <int kVectors, int kRows>
-__attribute__((noinline)) void score_tile(const ScoreOperands& s, float* scores) {
+__attribute__((noinline)) void score_tile(const ScoreOperands& s, int64_t visible, float* scores) {
   Vec acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) acc[i][v] = Vec{};
   }
-  add_products<Products>(s.query, s.query_stride, s.keys, kPanel, s.dim, acc);
-  const bool masked = s.visible < kVectors * kLanes;
+  add_products<Products>(s.query, s.dim, s.keys, s.dim, acc);
+  const bool masked = visible < kVectors * kLanes;
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    const IntVec end = IntVec{} + static_cast<int32_t>(s.visible + i);
+    const IntVec end = IntVec{} + static_cast<int32_t>(visible + i);
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       Vec x = acc[i][v];
-      if (s.added) x += broadcast(s.added[i]);
       if (s.decays) x *= load(s.decays + i * s.stride + v * kLanes);
       if (masked) x = lane_numbers() + v * kLanes < end ? x : Vec{};
       store(scores + i * s.stride + v * kLanes, x);
@@ -88,18 +85,17 @@ H2O_INLINE void score_rows(const ScoreOperands& s, int64_t first, int64_t rows, 
                            const Then& then) {
   for (int64_t j = 0; j < first + rows; j += kPanel) {
     for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
+      const int64_t visible = first + row + 1 - j;
+      if (visible + kRows <= 1) return;
       ScoreOperands of_tile = s;
-      of_tile.query += row * s.query_stride;
+      of_tile.query += row * s.dim;
       of_tile.keys += j * s.dim;
-      if (s.added) of_tile.added += row;
       if (s.decays) of_tile.decays += row * s.stride + j;
-      of_tile.visible = first + row + 1 - j;
-      if (of_tile.visible + kRows <= 1) return;
       float* const out = scores + row * s.stride + j;
-      if (of_tile.visible + kRows <= kLanes + 1) {
-        score_tile<1, kRows>(of_tile, out);
+      if (visible + kRows <= kLanes + 1) {
+        score_tile<1, kRows>(of_tile, visible, out);
       } else {
-        score_tile<kTileVectors, kRows>(of_tile, out);
+        score_tile<kTileVectors, kRows>(of_tile, visible, out);
       }
     });
     then();
@@ -107,8 +103,7 @@ H2O_INLINE void score_rows(const ScoreOperands& s, int64_t first, int64_t rows, 
 }
 
 struct OutOperands {
-  const float* query;
-  int64_t query_stride;
+  const float* query;  // dense rows
   int64_t dim;
   const float* state;       // panel of it; null: 0
   const float* from_start;  // null: 1
@@ -116,7 +111,6 @@ struct OutOperands {
   int64_t stride;
   int64_t num_keys;
   const float* values;  // panel
-  int64_t values_stride;
 };
 
 // c = from_start * (query state) + scores * values for one panel.
@@ -128,9 +122,9 @@ __attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t 
 #pragma GCC unroll 2
     for (int v = 0; v < kTileVectors; ++v) acc[i][v] = Vec{};
   }
-  if (x.state) add_products<Products>(x.query, x.query_stride, x.state, kPanel, x.dim, acc);
+  if (x.state) add_products<Products>(x.query, x.dim, x.state, x.dim, acc);
   if (x.from_start) scale_tile(x.from_start, acc);
-  add_products<Products>(x.scores, x.stride, x.values, x.values_stride, x.num_keys, acc);
+  add_products<Products>(x.scores, x.stride, x.values, x.num_keys, acc);
   store_tile(acc, c, ldc);
 }
 

@@ -1,8 +1,6 @@
 // Linear attention token by token: each token reads the state once, adds its own outer product, and
 // multiplies its queries with the updated state. A chunk would pack the state and multiply tiles
 // that are mostly padding.
-#include "kernels/cpu/linear_tokens.h"
-
 #include "kernels/cpu/linear_rows.h"
 #include "kernels/cpu/row_io.h"
 

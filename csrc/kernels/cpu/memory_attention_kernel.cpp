@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attention_call.h"
+#include "kernels/cpu/attend_chunk.h"
 #include "kernels/cpu/select_memory.h"
 
 namespace h2o_prefill {
@@ -30,14 +30,13 @@ AttentionResult memory_attention_cpu(const AttentionArguments& given,
   std::vector<int64_t> counts(units);
   count_members(sets, units, counts.data());
   sets.counts = counts.data();
-  const AttendChunkArgs call = attention_call(x, out, lse.mutable_data_ptr<float>());
+  const AttentionCall call(x, out, lse.mutable_data_ptr<float>());
   Workspace workspace;
-  AttendChunk attend(call.query, call.key, call.value, call.recall,
-                     {.rows = length, .keys = {*std::max_element(counts.begin(), counts.end()), 0}},
-                     workspace);
+  const int64_t most_keys = *std::max_element(counts.begin(), counts.end());
+  AttendChunk attend(call, {.rows = length, .keys = {most_keys, 0}}, workspace);
   workspace.allocate();
-  attend.run(memory_pass(call, {.begin = 0, .count = length, .past = x.past()}, sets,
-                         {.data = colsum.mutable_data_ptr<float>(), .stride = width}));
+  const ColumnSums sums{.data = colsum.mutable_data_ptr<float>(), .stride = width};
+  attend.run(call, {.begin = 0, .count = length, .past = x.past()}, {{sets, sums}});
   return {out, lse, colsum};
 }
 

@@ -25,10 +25,6 @@ MemorySetView MemorySetUpdater::sets() const {
           .counts = workspace_.get(counts_[turn])};
 }
 
-ColumnSums MemorySetUpdater::sums() const {
-  return {.data = workspace_.get(sums_), .stride = width_};
-}
-
 void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
   const int64_t units = request_.units();
   MemorySetView from = sets();

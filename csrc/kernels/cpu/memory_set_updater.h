@@ -20,7 +20,7 @@ class MemorySetUpdater {
   void select(int64_t chunk_begin, int64_t chunk_end);
 
   MemorySetView sets() const;
-  ColumnSums sums() const;
+  ColumnSums sums() const { return {.data = workspace_.get(sums_), .stride = width_}; }
 
   // Adds the column sums to the scores of the sets.
   void accumulate() const;

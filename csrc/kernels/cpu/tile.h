@@ -28,18 +28,17 @@ constexpr int64_t kRowGap = 16;
 
 H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
 
-// acc += a[kRows, depth] b[depth, kVectors kLanes]. a and b hold words; rows of b are ldb apart.
-// kTransposed: a lies as [depth, kRows].
-template <typename Products, bool kTransposed = false, int kRows, int kVectors>
-H2O_INLINE void add_products(const float* a, int64_t lda, const float* b, int64_t ldb,
-                             int64_t depth, Vec (&acc)[kRows][kVectors]) {
+// acc += a[kRows, depth] b[depth, kVectors kLanes]. a and b hold words; rows of b are kPanel apart.
+template <typename Products, int kRows, int kVectors>
+H2O_INLINE void add_products(const float* a, int64_t lda, const float* b, int64_t depth,
+                             Vec (&acc)[kRows][kVectors]) {
   for (int64_t k = 0; k < depth; ++k) {
     Vec row[kVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) row[v] = load(b + k * ldb + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) row[v] = load(b + k * kPanel + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec value = broadcast(kTransposed ? a[k * lda + i] : a[i * lda + k]);
+      const Vec value = broadcast(a[i * lda + k]);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
         acc[i][v] = Products::multiply_add(value, row[v], acc[i][v]);
@@ -57,11 +56,10 @@ H2O_INLINE void store_tile(const Vec (&tile)[kRows][kTileVectors], float* c, int
   }
 }
 
-// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense
-// unless its rows have a stride of their own.
+// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats.
 template <typename Products, bool kAccumulate, int kRows>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
-                              int64_t ldc, int64_t ldb = kPanel) {
+                              int64_t ldc) {
   Vec acc[kRows][kTileVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -69,7 +67,7 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
     for (int v = 0; v < kTileVectors; ++v)
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
-  add_products<Products>(a, lda, b, ldb, depth, acc);
+  add_products<Products>(a, lda, b, depth, acc);
   store_tile(acc, c, ldc);
 }
 

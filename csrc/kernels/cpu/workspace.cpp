@@ -23,25 +23,16 @@ Workspace::Block& Workspace::kept_by_thread() {
   return kept;
 }
 
-int64_t Workspace::add_bytes(int64_t bytes) {
-  const int64_t offset = bytes_;
-  bytes_ += whole_lines<char>(bytes);
-  return offset;
-}
-
 void Workspace::allocate() {
   Block& kept = kept_by_thread();
   if (kept.data && kept.bytes >= bytes_) {
     block_ = std::exchange(kept, {});
   } else {
-    auto fresh = c10::GetCPUAllocator()->allocate(std::max<int64_t>(bytes_, 1));
-    block_.data = static_cast<char*>(fresh.get());
-    block_.bytes = bytes_;
-    const auto free = fresh.get_deleter();
-    block_.owner = {fresh.release_context(), free};
+    block_ = {c10::GetCPUAllocator()->allocate(std::max<int64_t>(bytes_, 1)), bytes_};
   }
   if (is_poisoned()) {
-    std::fill_n(reinterpret_cast<float*>(block_.data), bytes_ / static_cast<int64_t>(sizeof(float)),
+    std::fill_n(static_cast<float*>(block_.data.get()),
+                bytes_ / static_cast<int64_t>(sizeof(float)),
                 std::numeric_limits<float>::quiet_NaN());
   }
 }

@@ -1,8 +1,9 @@
 // The temporaries of one operator call: typed parts of one block of memory.
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <cstdint>
-#include <memory>
 #include <type_traits>
 
 namespace h2o_prefill {
@@ -34,7 +35,9 @@ class Workspace {
   // Plans `count` uninitialised elements.
   template <typename T>
   Part<T> add(int64_t count) {
-    return {add_bytes(count * static_cast<int64_t>(sizeof(T)))};
+    const int64_t offset = bytes_;
+    bytes_ += whole_lines<char>(count * static_cast<int64_t>(sizeof(T)));
+    return {offset};
   }
 
   // A multiple of a cache line that has room for `count` elements, so that parts of a part begin on
@@ -49,19 +52,15 @@ class Workspace {
 
   template <typename T>
   T* get(const Part<T>& part) const {
-    return reinterpret_cast<T*>(block_.data + part.offset);
+    return reinterpret_cast<T*>(static_cast<char*>(block_.data.get()) + part.offset);
   }
 
  private:
   static constexpr int64_t kCacheLine = 64;
 
-  int64_t add_bytes(int64_t bytes);
-
-  // Memory of PyTorch's allocator.
   struct Block {
-    char* data = nullptr;
+    c10::DataPtr data;
     int64_t bytes = 0;
-    std::unique_ptr<void, void (*)(void*)> owner{nullptr, nullptr};
   };
 
   static Block& kept_by_thread();
