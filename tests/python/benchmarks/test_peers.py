@@ -23,6 +23,7 @@ def run_alone(run, model_folder, tmp_path, monkeypatch):
     return run_peers
 
 
+@pytest.mark.slow
 def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
     modes, rows = run_alone("--no-package", "--windows", "1:3")
     assert list(modes) == [DENSE, SPARSE]

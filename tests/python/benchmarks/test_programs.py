@@ -29,7 +29,7 @@ FIELDS = {
 # These take long; some have a shorter run below.
 SLOW = (
     *("operators colsum", "operators dense", "operators scores", "operators windows"),
-    *("linear linear", "layer prefill", "layer crossover"),
+    *("linear linear", "linear linear_decode", "layer prefill", "layer crossover", "layer recall"),
 )
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
 
