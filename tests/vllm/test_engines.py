@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from h2o_prefill import enable
-from h2o_prefill.vllm import runner
+from h2o_prefill.vllm import backend, runner
 from h2o_prefill.vllm.plan import Prompt
 from h2o_prefill.vllm.state import PromptState
 
@@ -186,6 +186,15 @@ def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens,
     assert "have no room for a chunk of 128" in caplog.text
     _, counted = engine.counted(tokens(LENGTH))
     assert counted == {"sparse_tokens": LENGTH}
+
+
+def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, caplog):
+    gather = backend.gather
+    monkeypatch.setattr(backend, "gather", lambda *given: [x.flip(3) for x in gather(*given)])
+    engine = make_engine(folder)
+    assert "pages of another layout: attention stays vLLM's" in caplog.text
+    answer, counted = engine.counted(tokens(LENGTH))
+    assert counted == {} and answer.tokens == engine.ask(tokens(LENGTH), settings="dense").tokens
 
 
 @pytest.mark.parametrize("kind", ["windows", "softcap"])

@@ -100,7 +100,7 @@ __device__ __forceinline__ KeyTile find_tile(const Grid& grid, int n, int lane) 
     const int before = __popc(found & ((1U << lane) - 1));
     const uint32_t own = __ballot_sync(0xFFFFFFFFU, filled && before == n);
     if (own) {
-      const int tile = first + __ffs(static_cast<int>(own)) - 1;
+      const int tile = first + __popc(own - 1);  // one lane's bit
       return {tile / tiles, tile % tiles, false};
     }
     n -= __popc(found);

@@ -37,7 +37,6 @@ inline void __syncthreads(cuda_emulation::Site site = cuda_emulation::Site::here
 }
 
 inline int __popc(unsigned int x) { return std::popcount(x); }
-inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned int>(x)) + 1; }
 
 inline unsigned int __float_as_uint(float x) { return std::bit_cast<unsigned int>(x); }
 inline float __uint_as_float(unsigned int x) { return std::bit_cast<float>(x); }
