@@ -94,4 +94,25 @@ void LinearAttentionRequest::check(const LinearAttentionGradients& gradients) co
   }
 }
 
+LinearAttentionRequest checked_linear_attention_request(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& log_decay,
+    const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
+    bool normalize, std::optional<double> scale) {
+  LinearAttentionRequest request{q,
+                                 k,
+                                 v,
+                                 or_undefined(log_decay),
+                                 or_undefined(initial_state),
+                                 or_undefined(initial_normalizer),
+                                 feature_map_named(feature_map),
+                                 chunk_size,
+                                 causal,
+                                 diagonal_once,
+                                 normalize,
+                                 scale.value_or(1.0)};
+  request.check();
+  return request;
+}
+
 }  // namespace h2o_prefill

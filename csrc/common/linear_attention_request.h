@@ -56,6 +56,14 @@ using LinearAttentionResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using LinearAttentionInputGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// The request of the arguments that both schemas begin with. Throws c10::ValueError as check()
+// does.
+LinearAttentionRequest checked_linear_attention_request(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& log_decay,
+    const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
+    bool normalize, std::optional<double> scale);
+
 // The adapters between the dispatcher and a device's implementation of the operators; the schemas
 // are in ops/.
 template <LinearAttentionResult (*attend)(const LinearAttentionRequest& request)>
@@ -64,19 +72,9 @@ LinearAttentionResult chunkwise_linear_attention_entry(
     const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
     std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
     bool normalize, std::optional<double> scale) {
-  const LinearAttentionRequest request{q,
-                                       k,
-                                       v,
-                                       or_undefined(log_decay),
-                                       or_undefined(initial_state),
-                                       or_undefined(initial_normalizer),
-                                       feature_map_named(feature_map),
-                                       chunk_size,
-                                       causal,
-                                       diagonal_once,
-                                       normalize,
-                                       scale.value_or(1.0)};
-  request.check();
+  const LinearAttentionRequest request = checked_linear_attention_request(
+      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
+      diagonal_once, normalize, scale);
   return attend(request);
 }
 
@@ -88,19 +86,9 @@ LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
     const at::Tensor& grad_out, const OptionalTensor& grad_state,
     const OptionalTensor& grad_normalizer, std::string_view feature_map, int64_t chunk_size,
     bool causal, bool diagonal_once, bool normalize, std::optional<double> scale) {
-  const LinearAttentionRequest request{q,
-                                       k,
-                                       v,
-                                       or_undefined(log_decay),
-                                       or_undefined(initial_state),
-                                       or_undefined(initial_normalizer),
-                                       feature_map_named(feature_map),
-                                       chunk_size,
-                                       causal,
-                                       diagonal_once,
-                                       normalize,
-                                       scale.value_or(1.0)};
-  request.check();
+  const LinearAttentionRequest request = checked_linear_attention_request(
+      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
+      diagonal_once, normalize, scale);
   const LinearAttentionGradients gradients{grad_out, or_undefined(grad_state),
                                            or_undefined(grad_normalizer)};
   request.check(gradients);

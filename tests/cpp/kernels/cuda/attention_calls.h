@@ -119,7 +119,7 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   return params;
 }
 
-// `partial`: the rows are shared out, as those of memory sets may always be.
+// `partial`: blocks share the rows. For memory sets some kernels always do.
 inline std::vector<float> sum_columns(ColumnSumsParams params, const std::vector<float>& lse,
                                       bool partial) {
   std::vector<float> sums(params.key.batch * params.key.heads * params.sums_stride, kBefore);
