@@ -221,16 +221,18 @@ class Planner:
         rows = (self._row(index, *one) for index, one in numbered)
         return [row for row in rows if row is not None]
 
-    def forget_others(self, requests: Iterable[str]) -> None:
-        """Drop the states of all requests but these."""
-        for request in self._states.keys() - set(requests):
-            self._finish(request)
+    def forget(self, request: str) -> None:
+        """Drop the state of a request whose prompt has been prefilled, or that has ended."""
+        state = self._states.pop(request, None)
+        if state is not None and state.layers and state.config.error_rows:
+            errors = [layer.errors for layer in state.layers.values()]
+            self.counters.add_prompt(float(estimated_kl(errors, state.config)))
 
     def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
         if prompt is None or not self.rules.takes(prompt.choice, len(prompt.tokens)):
             return None
         if past >= len(prompt.tokens):
-            self._finish(prompt.request)
+            self.forget(prompt.request)
             return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse
@@ -277,10 +279,3 @@ class Planner:
             found = self.checkpoints.find(key) if key else PromptState(config)
         self.counters["state_misses" if found is None else "state_hits"] += 1
         return found
-
-    def _finish(self, request: str) -> None:
-        """Drop the state of a request whose prompt has been prefilled, or that has ended."""
-        state = self._states.pop(request, None)
-        if state is not None and state.layers and state.config.error_rows:
-            errors = [layer.errors for layer in state.layers.values()]
-            self.counters.add_prompt(float(estimated_kl(errors, state.config)))

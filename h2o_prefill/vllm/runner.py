@@ -1,13 +1,14 @@
 """Where this library enters vLLM: admission of requests, scheduler and steps of the model runner.
 
-vLLM has no hooks for what is needed here, so three of its methods are wrapped.
+vLLM has no hooks for most of what is needed here, so functions of it are wrapped. Of its two model
+runners, V2 has a hook for steps: the state of a model.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu import model_states
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import vocabulary
@@ -61,8 +63,6 @@ def sizes_of(model_config: Any) -> tuple[int, int]:
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
     ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
-    if vllm_config.use_v2_model_runner:
-        return "model runner V2"
     if drafts is not None and drafts.method != "ngram":
         return "a draft model"  # whose layers have the numbers of others
     return f"{ranks} ranks" if ranks > 1 else None
@@ -116,44 +116,44 @@ class ChunkScheduler(Scheduler):
 
 
 class Steps:
-    """The steps of a model runner."""
+    """The steps of a model runner, whose requests are these by name."""
 
-    def __init__(self, runner: Any) -> None:
-        # The runner holds this.
-        self._runner = weakref.proxy(runner)
-        self._scheduled: dict[str, int] = {}
+    def __init__(self, model_config: Any, requests: Mapping[str, Any]) -> None:
+        self._model_config, self._requests = model_config, requests
+        self._batch: list[str] = []
+        self._lengths: list[int] = []
         self._prompts: dict[str, Prompt] = {}
         self._rows: list[Row] | None = None
         checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
         self.planner = Planner(rules(), checkpoints, counters, self._token_text)
 
-    def begin(self, output: Any) -> None:
-        """Take note of a step of the scheduler."""
-        self._scheduled, self._rows = output.num_scheduled_tokens, None
-        # A request that has ended may come again under its name.
-        requests = self._runner.requests.keys() - output.finished_req_ids
-        self.planner.forget_others(requests)
-        self._prompts = {x: prompt for x, prompt in self._prompts.items() if x in requests}
+    def begin(self, batch: Iterable[str], lengths: Iterable[int]) -> None:
+        """Take note of a step: the requests in the order of its batch, and their new tokens."""
+        self._batch, self._lengths, self._rows = list(batch), list(lengths), None
+
+    def forget(self, request: str) -> None:
+        """Drop what is held of a request that has ended: another may come under its name."""
+        self.planner.forget(request)
+        self._prompts.pop(request, None)
 
     def rows(self, lengths: list[int], totals: list[int]) -> list[Row]:
         """Return our rows of the step; `lengths` are the tokens of each request in the batch.
 
         There are none in a batch that is not the step's, as those that warm a model up.
         """
-        batch = list(self._runner.input_batch.req_ids)[: len(lengths)]
-        if [self._scheduled.get(request) for request in batch] != lengths:
+        if lengths != self._lengths:
             return []
         if self._rows is None:  # One plan for all groups of layers.
             pasts = (total - length for total, length in zip(totals, lengths, strict=True))
-            prompts = map(self._prompt, batch)
+            prompts = map(self._prompt, self._batch)
             self._rows = self.planner.plan(zip(prompts, pasts, totals, strict=True))
         return self._rows
 
     def _prompt(self, request: str) -> Prompt | None:
-        held = self._runner.requests[request]
-        tokens = held.prompt_token_ids
-        if tokens is None or held.prompt_is_token_ids is not None:
-            return None  # Embeddings.
+        held = self._requests.get(request)
+        tokens = held and held.prompt_token_ids
+        if held is None or tokens is None or held.prompt_is_token_ids is not None:
+            return None  # Embeddings, or a request that only warms a model up.
         known = self._prompts.get(request)
         if known is None or len(known.tokens) != len(tokens):
             choice, lora = choice_of(held.sampling_params), held.lora_request
@@ -165,12 +165,11 @@ class Steps:
         return known
 
     def _token_text(self) -> Any:
-        config = self._runner.model_config
-        if config.skip_tokenizer_init:
+        if self._model_config.skip_tokenizer_init:
             return None
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        return vocabulary.token_text(cached_tokenizer_from_config(config))
+        return vocabulary.token_text(cached_tokenizer_from_config(self._model_config))
 
 
 # The steps of the runner that began one last, which all builders of this process are called by;
@@ -178,10 +177,38 @@ class Steps:
 current: Steps | None = None
 
 
+def with_steps(kind: Any) -> Any:
+    """Return a class of model states whose hooks, which model runner V2 calls, note the steps."""
+
+    class State(kind):
+        def __init__(self, vllm_config: Any, *args: Any) -> None:
+            super().__init__(vllm_config, *args)
+            self._requests: dict[str, Any] = {}
+            self.h2o_prefill = Steps(vllm_config.model_config, self._requests)
+
+        def add_request(self, req_index: int, new_req_data: Any) -> None:
+            super().add_request(req_index, new_req_data)
+            self._requests[new_req_data.req_id] = new_req_data
+
+        def remove_request(self, req_id: str) -> None:
+            super().remove_request(req_id)
+            self._requests.pop(req_id, None)
+            self.h2o_prefill.forget(req_id)
+
+        def prepare_attn(self, input_batch: Any, *args: Any, **more: Any) -> Any:
+            global current
+            current = self.h2o_prefill
+            current.begin(input_batch.req_ids, input_batch.num_scheduled_tokens.tolist())
+            return super().prepare_attn(input_batch, *args, **more)
+
+    return State
+
+
 def install() -> None:
     """Wrap the methods of vLLM, once in each process."""
     process = InputProcessor.process_inputs
     scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
+    state_of = model_states.resolve_model_state_cls
 
     @functools.wraps(process)
     def process_inputs(
@@ -212,14 +239,24 @@ def install() -> None:
     @functools.wraps(update)
     def update_states(self: Any, scheduler_output: Any) -> Any:
         global current
-        result = update(self, scheduler_output)
+        result, out = update(self, scheduler_output), scheduler_output
         if not hasattr(self, "h2o_prefill"):
-            self.h2o_prefill = None if refused(self.vllm_config) else Steps(self)
+            is_ours = not refused(self.vllm_config)
+            self.h2o_prefill = Steps(self.model_config, self.requests) if is_ours else None
         current = self.h2o_prefill
         if current is not None:
-            current.begin(scheduler_output)
+            for request in out.finished_req_ids:
+                current.forget(request)
+            batch = self.input_batch.req_ids
+            current.begin(batch, [out.num_scheduled_tokens[x] for x in batch])
         return result
+
+    @functools.wraps(state_of)
+    def resolve_model_state_cls(vllm_config: Any, model: Any) -> Any:
+        kind = state_of(vllm_config, model)
+        return kind if refused(vllm_config) else with_steps(kind)
 
     InputProcessor.process_inputs = process_inputs
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
     GPUModelRunner._update_states = update_states
+    model_states.resolve_model_state_cls = resolve_model_state_cls

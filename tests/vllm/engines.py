@@ -1,6 +1,7 @@
 """vLLM in this process, and the sizes of small models."""
 
 import os
+import types
 
 # Read by vLLM when it is imported. One process, so that tests see the plugin's state.
 CHUNK = 128
@@ -14,6 +15,13 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # Its kernels are Triton's, which the package index has without a CPU backend: interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    driver = types.SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = types.SimpleNamespace(driver=driver)
 
 from dataclasses import dataclass
 

@@ -26,4 +26,9 @@ fi
 PATH="$(realpath "$folder")/bin:$PATH" H2O_WITH_CUDA=OFF H2O_BUILD_DIR="$folder/cmake" \
   $pip install --no-build-isolation --no-deps --force-reinstall .
 # Without the sources in the path: their library is for another PyTorch.
-env -u PYTHONPATH "$folder/bin/pytest" -q tests/vllm "$@"
+unset PYTHONPATH
+"$folder/bin/pytest" -q tests/vllm "$@"
+# Model runner V2, whose kernels are interpreted here: a sample, in ten times as long.
+if [ $# = 0 ]; then
+  VLLM_USE_V2_MODEL_RUNNER=1 "$folder/bin/pytest" -q tests/vllm/test_engine*.py -k "recommended or next_turn or preempted or adapter"
+fi

@@ -172,13 +172,11 @@ def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
     assert counted == {"state_misses": 1, "lost_tokens": LENGTH - again.cached}
 
 
-def test_other_runners_and_ranks_are_refused(make_engine, folder, monkeypatch):
+def test_several_ranks_are_refused(make_engine, folder, monkeypatch):
     config = make_engine(folder).llm.llm_engine.vllm_config
     assert runner.refused(config) is None
     monkeypatch.setattr(config.parallel_config, "world_size", 2)
     assert runner.refused(config) == "2 ranks"
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert runner.refused(config) == "model runner V2"
 
 
 def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, caplog):
