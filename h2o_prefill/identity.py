@@ -40,11 +40,6 @@ CHANGED = {
 # Elements of a weight that are compared between two calls.
 _SAMPLED = 16
 
-# In files of version 1: elements of a weight whose bits are added up together, and those that are
-# converted at once.
-_BLOCK, _PIECE = 1 << 12, 1 << 24
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class Marks(NamedTuple):
     """What changes keys beside the settings, as far as one process needs to tell it apart."""
@@ -131,13 +126,14 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
     and select come from the marks. This reads the weights once, at the speed of memory; it is no
     protection against forgery.
     """
-    active = _active_adapters(model)
+    active, every = _active_adapters(model), model.config.get_text_config(decoder=True).to_dict()
+    config = {k: plain_value(v) for k, v in every.items() if k not in _NO_PART and k[0] != "_"}
     weights, adapters = hashlib.sha256(), hashlib.sha256(repr(active).encode())
     for name, tensor, adapter in _tensors_of(model):
         part = weights if adapter is None else adapters
         part.update(f"{name} {tensor.dtype} {list(tensor.shape)} {checksum(tensor)}".encode())
     words = {
-        "config": _hash_of_config(model).hexdigest()[:16],
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": weights.hexdigest()[:16],
     }
@@ -170,12 +166,6 @@ def _is_importable(rule: Any) -> bool:
         return pkgutil.resolve_name(f"{rule.__module__}:{rule.__qualname__}") is rule
     except (AttributeError, ImportError, ValueError):
         return False
-
-
-def _hash_of_config(model: Any) -> Any:
-    config = model.config.get_text_config(decoder=True).to_dict()
-    kept = {k: plain_value(v) for k, v in config.items() if k not in _NO_PART and k[0] != "_"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -267,18 +257,3 @@ def _plain_tensors(weight: Any) -> list[Tensor]:
         return [weight.detach()]
     names, _ = weight.__tensor_flatten__()
     return [tensor for name in names for tensor in _plain_tensors(getattr(weight, name))]
-
-
-def old_model_hash(model: Any) -> str:
-    """Return what files of version 1 have of a model, 32 hex digits."""
-    found = _hash_of_config(model)
-    for name, weight in sorted(model.state_dict().items()):
-        for tensor in _plain_tensors(weight):
-            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            flat = tensor.contiguous().reshape(-1)
-            bits = flat.view(_INTS.get(flat.element_size(), torch.uint8))
-            whole = bits.shape[0] // _BLOCK * _BLOCK
-            pieces = [x.view(-1, _BLOCK).sum(1) for x in bits[:whole].split(_PIECE) if len(x)]
-            sums = torch.cat([*pieces, bits[whole:].sum().reshape(1)])
-            found.update(sums.cpu().numpy().tobytes())
-    return found.hexdigest()[:32]

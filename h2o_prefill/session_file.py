@@ -45,7 +45,6 @@ class SessionFile:
     length: int
     token_ids: Tensor | None  # int64 [B, length]
     layers: list[SessionLayer]
-    version: int = 2  # of the format; files of version 1 are read
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a session file whole or not at all.
@@ -74,12 +73,12 @@ class SessionFile:
         """
         with reads_session(path) as file:
             held = _File.read(file, verify)
-        tensors, (model, settings, length, version) = held.tensors(), held.header()
+        tensors, (model, settings, length) = held.tensors(), held.header()
         layers = [
             _layer(tensors, number, length, begin)
             for number, begin in enumerate(tensors["last_chunk_begin"].tolist())
         ]
-        return cls(model, settings, length, tensors.get("token_ids"), layers, version)
+        return cls(model, settings, length, tensors.get("token_ids"), layers)
 
     def check_origin(self, model: str, config: PrefillConfig | None) -> None:
         """Raise ValueError if a session has a different model or, if given, different settings."""

@@ -130,10 +130,10 @@ void register_session_file(torch::Library& m) {
           "header",
           [](const Self& self) {
             const SessionFile& held = self->held;
-            return std::make_tuple(held.model, held.settings, held.length, held.version);
+            return std::make_tuple(held.model, held.settings, held.length);
           },
-          "Return what tells the model from others, all fields of the settings, the number of "
-          "tokens, and the version of the format.")
+          "Return what tells the model from others, all fields of the settings, and the number of "
+          "tokens.")
       .def(
           "tensors",
           [](const Self& self) {

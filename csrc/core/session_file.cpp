@@ -132,52 +132,13 @@ void check_session(const SessionFile& session) {
   expected.check_end();
 }
 
-std::string metadata_of(const SessionFile& session, const std::string& settings,
-                        const std::string& sum) {
+std::string metadata_of(const SessionFile& session, const std::string& sum) {
   using safetensors::quoted;
   const auto& key = session.tensors.at(session_prefix(0) + "key");
-  const std::string of_sum =
-      session.version > 1 ? c10::str(R"("checksum":)", quoted(sum), ",") : "";
-  return c10::str(R"({"version":)", session.version, ",", of_sum, R"("model":)",
-                  quoted(session.model), R"(,"settings":)", quoted(settings), R"(,"dtype":)",
-                  quoted(name_of(key.scalar_type())), R"(,"length":)", session.length, "}");
-}
-
-// The fields of a file of version 1 as today's. `wide` had three: layers, the factor of all
-// of them, and factors of heads on top of it.
-std::string of_version_1(const std::string& settings) {
-  std::string kept, part, layers = "none", factor = "1", heads = "none";
-  const auto items = [](std::string_view text) {
-    return c10::split(text == "none" ? "" : text, '+');
-  };
-  const auto number = [](std::string_view text) { return safetensors::Reader(text).integer(); };
-  for (std::istringstream parts(settings); std::getline(parts, part, ',');) {
-    const std::string name = part.substr(0, part.find('='));
-    const std::string value = name == part ? "" : part.substr(name.size() + 1);
-    const auto gone = [&](const char* field, const char* only) {
-      TORCH_CHECK_VALUE(name != field || value == only, "its version is 1, with the setting ", part,
-                        ", which is gone");
-      return name == field;
-    };
-    if (gone("max_error", "0") || gone("character_matches", "1") || gone("character_span", "32")) {
-      continue;
-    }
-    if (name == "wide_layers") layers = value;
-    if (name == "wide_factor") factor = value;
-    if (name == "wide_heads") heads = value;
-    if (!name.starts_with("wide_")) kept += part + ",";
-  }
-  const auto wide_layers = items(layers);
-  std::vector<std::string> wide;
-  for (const std::string_view layer : wide_layers) wide.push_back(c10::str(layer, "x", factor));
-  for (const std::string_view head : items(heads)) {
-    const size_t times = head.find('x') + 1;
-    const bool is_wide =
-        std::ranges::find(wide_layers, head.substr(0, head.find('.'))) != wide_layers.end();
-    wide.push_back(c10::str(head.substr(0, times),
-                            number(head.substr(times)) * (is_wide ? number(factor) : 1)));
-  }
-  return kept + "wide=" + (wide.empty() ? "none" : c10::Join("+", wide));
+  return c10::str(R"({"version":)", kVersion, R"(,"checksum":)", quoted(sum), R"(,"model":)",
+                  quoted(session.model), R"(,"settings":)", quoted(session.settings),
+                  R"(,"dtype":)", quoted(name_of(key.scalar_type())), R"(,"length":)",
+                  session.length, "}");
 }
 
 // Where in the text of a header the checksum is: quotes inside of metadata are escaped.
@@ -228,12 +189,10 @@ void SessionFile::check(const std::string& wanted_model, const PrefillConfig& wa
 std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
 
 void write_session_file(const std::string& path, const SessionFile& session) {
-  TORCH_CHECK_VALUE(session.version == kVersion, "version must be ", kVersion, ", got ",
-                    session.version);
   check_session(session);
   const std::vector<safetensors::Entry> entries = safetensors::layout(session.tensors);
-  const std::string header = safetensors::to_text(
-      {std::string(kKey), metadata_of(session, session.settings, kNoChecksum), entries});
+  const std::string header =
+      safetensors::to_text({std::string(kKey), metadata_of(session, kNoChecksum), entries});
   AtomicFile file(path);
   const uint64_t bytes = header.size();
   file.write(&bytes, sizeof bytes);
@@ -272,26 +231,20 @@ SessionFile read_session_file(const std::string& path, bool verify) {
   SessionFile session;
   safetensors::Reader reader(header.value);
   reader.expect(R"({"version":)");
-  session.version = reader.integer();
-  TORCH_CHECK_VALUE(session.version == 1 || session.version == kVersion, "its version must be ",
-                    kVersion, " or 1, got ", session.version);
-  std::string sum;
-  if (session.version > 1) {
-    reader.expect(R"(,"checksum":)");
-    sum = reader.string();
-  }
+  const int64_t version = reader.integer();
+  TORCH_CHECK_VALUE(version == kVersion, "its version must be ", kVersion, ", got ", version);
+  reader.expect(R"(,"checksum":)");
+  const std::string sum = reader.string();
   reader.expect(R"(,"model":)");
   session.model = reader.string();
   reader.expect(R"(,"settings":)");
-  const std::string settings = reader.string();
-  session.settings = session.version == 1 ? of_version_1(settings) : settings;
+  session.settings = reader.string();
   reader.expect(R"(,"dtype":)");
   const std::string dtype = reader.string();
   reader.expect(R"(,"length":)");
   session.length = reader.integer();
   reader.expect("}");
 
-  verify = verify && session.version > 1;
   if (verify) text.replace(place_of_checksum(text), kNoChecksum.size(), kNoChecksum);
   uint64_t found = checksum(text.data(), text.size());
   for (const auto& entry : header.entries) {
@@ -308,7 +261,7 @@ SessionFile read_session_file(const std::string& path, bool verify) {
   TORCH_CHECK_VALUE(!verify || sum == hexadecimal(found), "it was changed: its checksum must be ",
                     sum, ", got ", hexadecimal(found));
   check_session(session);
-  TORCH_CHECK_VALUE(header.value == metadata_of(session, settings, sum),
+  TORCH_CHECK_VALUE(header.value == metadata_of(session, sum),
                     "its metadata must be of its tensors");
   return session;
 }

@@ -36,7 +36,6 @@ from h2o_prefill.identity import (
     difference,
     marks_of,
     model_text,
-    old_model_hash,
 )
 from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
 from h2o_prefill.state import (
@@ -341,8 +340,8 @@ def _fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     if enabled is None:  # then rule, tokenizer and settings come from the file
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
         marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
-    text = old_model_hash(model) if session.version == 1 else model_text(model, marks)
-    session.check_origin(text, None if enabled is None else enabled.config)
+    config = None if enabled is None else enabled.config
+    session.check_origin(model_text(model, marks), config)
     wanted = [_rows_of(layer, session.length) for layer in layers]
     found = [held.key.shape[2] for held in session.layers]
     if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):

@@ -21,7 +21,6 @@ struct H2O_API SessionFile {
   std::string model;
   std::string settings;  // as of PrefillConfig::to_fields()
   int64_t length = 0;    // tokens
-  int64_t version = 2;   // of the format; files of version 1 are read
   std::map<std::string, at::Tensor> tensors = {};
 
   // Throws c10::ValueError, which names the difference, unless it is of this model.
@@ -45,9 +44,8 @@ H2O_API void write_session_file(const std::string& path, const SessionFile& sess
 
 // Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
 // replaced or removed, but not be changed in place. verify: whether the checksum is, which reads
-// the whole file; version 1 has none. All but the numbers in keys and values is checked in any
-// case. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
-// version.
+// the whole file. All but the numbers in keys and values is checked in any case. Throws
+// c10::ValueError if it is no session file, was cut or changed, or is of another version.
 H2O_API SessionFile read_session_file(const std::string& path, bool verify = true);
 
 }  // namespace h2o_prefill

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, PrefixCache, disable, enable
-from h2o_prefill.identity import model_text, old_model_hash
+from h2o_prefill.identity import model_text
 from h2o_prefill.selection import sinks_and_window, snapkv
 
 KEY = "h2o_prefill.session"
@@ -379,28 +379,6 @@ def test_a_prompt_of_two_settings_has_those_that_built_its_state(
     if settings[0] != settings[1]:
         with pytest.raises(ValueError, match="of one state of its model, whose settings changed"):
             PrefixCache(1 << 30).add(cache)
-
-
-def test_files_of_version_1_are_read(llama, prompt, path):
-    with enable(llama, **RECALL, wide="1x2+1.0x6+0.1x3"):
-        cache = saved_prompt(llama, prompt, path)
-        tensors, metadata = contents(path)
-        header = json.loads(metadata[KEY])
-        fields = header["settings"].replace(",exact=", ",max_error={},exact=")
-        wide = "wide_layers=1,wide_factor=2,wide_heads=1.0x3+0.1x3,character_matches=1"
-        fields = fields.replace("wide=1x2+1.0x6+0.1x3", f"{wide},character_span=32")
-        old = {"version": 1, "model": old_model_hash(llama), "settings": fields.format(0)}
-        old |= {name: header[name] for name in ("dtype", "length")}
-        text = json.dumps(old, separators=(",", ":"))
-        save_file(tensors, path, metadata={KEY: text})
-        loaded, rest = ChunkedPrefillCache.load(path, llama), prompt[:, sum(CALLS) :]
-        assert loaded.settings == cache.settings
-        ours, theirs = (in_calls(llama, x, rest, (rest.shape[1],)) for x in (loaded, cache))
-        assert torch.equal(ours, theirs)
-        old["settings"] = fields.format(0.01)
-        save_file(tensors, path, metadata={KEY: json.dumps(old, separators=(",", ":"))})
-        with pytest.raises(ValueError, match="its version is 1, with the setting max_error"):
-            ChunkedPrefillCache.load(path, llama)
 
 
 @pytest.fixture
