@@ -19,11 +19,14 @@ export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 export H2O_BUILD_DIR := build/cmake
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 PIP := python -m pip --quiet --retries 10
-PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
+# One thread a worker; where a test sets more, those that wait leave the processor to others.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive pytest --numprocesses $(JOBS) --dist worksteal
+# Tests start many interpreters, which need not compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
-.PHONY: build dev demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
-  test-races test-package test-transformers test-vllm wheel soak coverage lint lint-cpp format notebooks clean
+.PHONY: build dev demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-emulation test-sanitize \
+  test-threads test-races test-package test-transformers test-vllm wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
 # What compiling needs. PyTorch's CUDA libraries are installed while it compiles; a download that broke off is repeated.
 $(BIN)/.tools:
@@ -59,8 +62,8 @@ bench: build $(BIN)/.model
 test: test-python test-isas test-cpp
 test-python: dev $(BIN)/.model
 	$(PYTEST)
-# CMakePresets.json has them: sanitize for every C++ test, threads for contexts on several threads.
-test-cpp test-sanitize test-threads: test-%: dev $(BIN)/.model
+# CMakePresets.json has them: emulation and sanitize for memory, threads for contexts on several threads.
+test-cpp test-emulation test-sanitize test-threads: test-%: dev $(BIN)/.model
 	cmake --workflow --preset $*
 # The CUDA kernels on the emulation under ThreadSanitizer: RACES=name chooses among their tests.
 test-races: dev
@@ -68,11 +71,10 @@ test-races: dev
 	build/threads/tests/cpp/kernels/cuda/test_attention --gtest_filter='$(or $(RACES),*)'
 # The operators' arithmetic under every other instruction set that this CPU has.
 test-isas: dev
-	isa='import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())'; chosen=$$(python -c "$$isa") || exit 1; \
-	for name in scalar avx2 avx512 avx512_bf16 amx neon; do \
-	  H2O_PREFILL_ISA=$$name python -c "$$isa" 2>/dev/null | grep -vx $$chosen; \
-	done | xargs -P $(JOBS) -I{} env H2O_PREFILL_ISA={} pytest -q tests/python/ops \
-	  -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k'
+	isas=$$(python tests/other_isas.py) || exit 1; for isa in $$isas; do \
+	  H2O_PREFILL_ISA=$$isa $(PYTEST) -q tests/python/ops \
+	    -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k' || exit 1; \
+	done
 # The tests that take minutes, and many generated calls; SLOW=name chooses among the tests.
 test-slow: CASES := 5000
 test-slow: dev $(BIN)/.model $(if $(SLOW),,test-fuzz)

@@ -1,4 +1,4 @@
-# cmake -P: main.cpp, compiled, linked and run with the flags that pkg-config gives.
+# cmake -P: a program, compiled, linked and run with the flags that pkg-config gives.
 if(NOT PKG_CONFIG)
   message("pkg-config is needed")
   return()
@@ -24,6 +24,15 @@ if(flags MATCHES "${INSTALLED}/")
   message(FATAL_ERROR "h2o_prefill.pc names the folder that it was moved from: ${flags}")
 endif()
 separate_arguments(flags UNIX_COMMAND "${CXX_FLAGS} ${flags}")
-execute_process(COMMAND ${CXX_COMPILER} "${CMAKE_CURRENT_LIST_DIR}/main.cpp" ${flags} -o ${MOVED}/consumer
+file(WRITE ${MOVED}/main.cpp [[
+#include <ATen/ops/ones.h>
+#include <h2o_prefill/library.h>
+#include <h2o_prefill/version.h>
+int main() {
+  h2o_prefill::init();
+  return at::ones({2}).size(0) == 2 && h2o_prefill::version() == H2O_PREFILL_VERSION ? 0 : 1;
+}
+]])
+execute_process(COMMAND ${CXX_COMPILER} ${MOVED}/main.cpp ${flags} -o ${MOVED}/consumer
                         COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND ${MOVED}/consumer COMMAND_ERROR_IS_FATAL ANY)

@@ -18,7 +18,10 @@ def blocks_of(title):
 
 
 def run(folder, blocks):
-    (folder / "CMakeLists.txt").write_text(blocks["cmake"])
+    # PyTorch's headers, which the examples have parsed.
+    parsed = f'target_compile_options({{}} PRIVATE "SHELL:-include {os.environ["H2O_PARSED"]}")\n'
+    target = re.search(r"add_executable\((\w+)", blocks["cmake"])[1]
+    (folder / "CMakeLists.txt").write_text(blocks["cmake"] + parsed.format(target))
     (folder / "main.cpp").write_text(blocks["cpp"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

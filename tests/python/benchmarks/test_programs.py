@@ -29,6 +29,7 @@ FIELDS = {
 # These take long; some have a shorter run below.
 SLOW = (
     *("operators colsum", "operators dense", "operators scores", "operators windows"),
+    *("operators cpu_peak", "operators gather", "operators memory"),
     *("linear linear", "linear linear_decode", "layer prefill", "layer crossover", "layer recall"),
 )
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")

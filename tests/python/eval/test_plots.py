@@ -20,7 +20,7 @@ def _shown(axes):
 def test_the_figures_show_the_arrays(tiny, tmp_path):
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
-    for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
+    for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF")):
         measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
         for name in ("memory", "errors"):
             assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)

@@ -49,7 +49,7 @@ def reader(model, tiny_tokenizer, monkeypatch):
             text = text[len(text) // 2 :]
         found = re.findall(rf"numbers for {key} is: (\d+)", text)
         answer = tiny_tokenizer(f" {', '.join(found)}.", return_tensors="pt")["input_ids"]
-        output = random_answer(input_ids, **options)
+        output = random_answer(input_ids, **{**options, "max_new_tokens": 1})
         output.sequences = torch.cat([input_ids, answer[:, : options["max_new_tokens"]]], dim=1)
         return output
 

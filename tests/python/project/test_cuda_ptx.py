@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BUILD = Path(__file__).parents[3] / "build" / "cmake"
+BUILD = Path(__file__).parents[3] / "build" / "emulation"
 FOLDER = BUILD / "tests" / "cpp" / "kernels" / "cuda" / "ptx"
 
 
@@ -19,7 +19,7 @@ FOLDER = BUILD / "tests" / "cpp" / "kernels" / "cuda" / "ptx"
 def programs():
     """Build the tests; return their folder."""
     root = BUILD.parents[1]
-    subprocess.run(["cmake", "--preset", "cpp"], cwd=root, check=True, capture_output=True)
+    subprocess.run(["cmake", "--preset", "emulation"], cwd=root, check=True, capture_output=True)
     if not FOLDER.exists():
         pytest.skip("needs nvcc of PyTorch's CUDA version: set CUDA_HOME to a CUDA toolkit")
     subprocess.run(["cmake", "--build", BUILD, "--target", "ptx_tests"], check=True)

@@ -1,3 +1,0 @@
-"""What the tests of model classes share."""
-
-from hf_helpers import sparse_layers  # noqa: F401
