@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "common/attention.h"
+#include "kernels/cuda/column_sums_grid.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace h2o_prefill {
@@ -50,7 +51,8 @@ class AttentionStream {
   explicit AttentionStream(const at::Tensor& like);
 
   void attend(const AttendForwardParams& pass) const;
-  void sum_columns(ColumnSumsParams pass);
+  // Until the next call, the result has the parts of the sums that scatter_add leaves.
+  column_sums::Grid sum_columns(const ColumnSumsParams& pass);
 
  private:
   const CudaKernels& kernels_;

@@ -1,19 +1,18 @@
 // Selection without a sort: the score of the last candidate that is taken is found bit by bit, then
-// one stable compaction writes what is above it. One CTA a unit.
+// one stable compaction writes what is above it. A CTA of 32 warps has a unit.
 #pragma once
 
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/select_memory.h"
+#include "kernels/cuda/warp.cuh"
 
 namespace h2o_prefill::select {
 
-// Shared memory: two buffers in turns, so that one barrier a step is enough, of kWarps records.
-struct alignas(16) WarpCounts {
-  uint32_t counts[3];
-};
-constexpr int shared_bytes(int threads) {
-  return 2 * threads / 32 * static_cast<int>(sizeof(WarpCounts));
-}
+constexpr int kWarps = 32;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kCounts = 3;
+// Two buffers in turns, so that one barrier a step is enough.
+constexpr int kSharedBytes = 2 * kCounts * kWarps * static_cast<int>(sizeof(uint32_t));
 
 // An unsigned number that orders as the score does, never 0.
 __device__ __forceinline__ uint32_t order_key(float score) {
@@ -47,35 +46,29 @@ struct Candidates {
   }
 };
 
-// Sums the counts of a CTA's warps; one barrier a sum().
-template <int kWarps>
+// Sums the counts of a CTA's warps: a lane has those of one. One barrier a call.
 class CtaCounter {
  public:
-  __device__ __forceinline__ explicit CtaCounter(WarpCounts* shared) : shared_(shared) {}
-
-  // Adds the counts of all warps. before: of the warps below this thread's alone.
-  __device__ __forceinline__ void sum(uint32_t (&counts)[3], uint32_t (&before)[3]) {
-    WarpCounts* buffer = shared_ + buffer_ * kWarps;
+  // Adds the counts of all warps. before: of the warps below this thread's alone, if it is asked
+  // for.
+  template <int kUsed>
+  __device__ __forceinline__ void sum(uint32_t (&counts)[kUsed], uint32_t* before = nullptr) {
+    uint32_t* const buffer = ptx::dynamic_shared<uint32_t>() + buffer_ * kCounts * kWarps;
     buffer_ ^= 1;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x % 32 == 0) {
-      for (int d = 0; d < 3; ++d) buffer[warp].counts[d] = counts[d];
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane == 0) {
+      for (int d = 0; d < kUsed; ++d) buffer[d * kWarps + warp] = counts[d];
     }
     __syncthreads();
-    for (int d = 0; d < 3; ++d) counts[d] = before[d] = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-#pragma unroll
-      for (int d = 0; d < 3; ++d) {
-        const uint32_t count = buffer[w].counts[d];
-        counts[d] += count;
-        if (w < warp) before[d] += count;
-      }
+    for (int d = 0; d < kUsed; ++d) {
+      const uint32_t of_warp = buffer[d * kWarps + lane];
+      counts[d] = warp::sum(of_warp);
+      if (before) before[d] = warp::sum(lane < warp ? of_warp : 0U);
     }
   }
 
  private:
-  WarpCounts* shared_;
   int buffer_ = 0;
 };
 
@@ -85,11 +78,8 @@ __device__ __forceinline__ uint32_t count_lanes(bool flag) {
 
 // kRows > 0: each thread keeps the keys of up to kRows candidates, kThreads apart, in registers.
 // kRows = 0: any number of candidates, whose scores are read again for every digit.
-template <int kThreads, int kRows>
-__global__ void __launch_bounds__(kThreads, 1)
-    select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
-  ptx::wait_for_earlier_launches();
-  const int64_t unit = blockIdx.x;
+template <int kRows>
+__device__ __forceinline__ void select_memory(const SelectMemoryParams& p, int64_t unit) {
   const int64_t thread = threadIdx.x;
   const MemoryBudget budget = p.budget_of(unit);
   const int64_t local_begin = budget.local_begin(p.chunk_end);
@@ -97,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Candidates candidates{p, p.scores + unit * p.scores_stride, p.from.of_unit(unit), sink_end,
                               local_begin};
   int32_t* selected = p.selected + unit * p.width;
-  CtaCounter<kThreads / 32> counter(ptx::dynamic_shared<WarpCounts>());
+  CtaCounter counter;
 
   constexpr int kKept = kRows > 0 ? kRows : 1;
   uint32_t keys[kKept];
@@ -129,22 +119,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   // a step: how many keys reach each of the three next higher thresholds.
   const uint64_t heavy = static_cast<uint64_t>(budget.heavy_budget);
   uint32_t threshold = 1;
-  uint32_t counts[3];
-  uint32_t before[3];
   if (heavy > 0) {
     uint32_t prefix = 0;
     for (int shift = 30; shift >= 0; shift -= 2) {
       const uint32_t step = 1U << shift;
-      counts[0] = counts[1] = counts[2] = 0;
+      uint32_t counts[kCounts] = {};
       for_each_row([&](uint32_t key, int32_t) {
 #pragma unroll
-        for (int d = 0; d < 3; ++d) {
+        for (int d = 0; d < kCounts; ++d) {
           counts[d] += count_lanes(key >= prefix + static_cast<uint32_t>(d + 1) * step);
         }
       });
-      counter.sum(counts, before);
+      counter.sum(counts);
       uint32_t reached = 0;
-      for (int d = 0; d < 3; ++d) {
+      for (int d = 0; d < kCounts; ++d) {
         if (counts[d] >= heavy) {
           prefix += step;
           reached = counts[d];
@@ -156,12 +144,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // Takes keys above the threshold, and the first of those on it that there is room for.
-  uint32_t above = 0;
-  for_each_row([&](uint32_t key, int32_t) { above += count_lanes(key > threshold); });
-  counts[0] = above;
-  counts[1] = counts[2] = 0;
-  counter.sum(counts, before);
-  const int64_t room_for_ties = budget.heavy_budget - static_cast<int64_t>(counts[0]);
+  uint32_t above[1] = {};
+  for_each_row([&](uint32_t key, int32_t) { above[0] += count_lanes(key > threshold); });
+  counter.sum(above);
+  const int64_t room_for_ties = budget.heavy_budget - static_cast<int64_t>(above[0]);
 
   for (int64_t i = thread; i < sink_end; i += kThreads) selected[i] = static_cast<int32_t>(i);
   const uint32_t lower_lanes = (1U << (threadIdx.x % 32)) - 1U;
@@ -171,9 +157,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for_each_row([&](uint32_t key, int32_t position) {
       const uint32_t above_lanes = __ballot_sync(0xFFFFFFFFU, key > threshold);
       const uint32_t tied_lanes = __ballot_sync(0xFFFFFFFFU, key == threshold);
-      counts[0] = static_cast<uint32_t>(__popc(above_lanes));
-      counts[1] = static_cast<uint32_t>(__popc(tied_lanes));
-      counts[2] = 0;
+      uint32_t counts[2] = {static_cast<uint32_t>(__popc(above_lanes)),
+                            static_cast<uint32_t>(__popc(tied_lanes))};
+      uint32_t before[2];
       counter.sum(counts, before);
       // Ties before this thread's candidate, and how many of them are taken.
       const int64_t tied_before =
