@@ -89,8 +89,8 @@ AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& 
   return params;
 }
 
-ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
-                             int64_t stride) {
+ColumnSumsParams column_sums_pass(const AttendForwardParams& pass, const float* lse, float* sums,
+                                  int64_t stride) {
   ColumnSumsParams params{};
   params.query = pass.query;
   params.key = pass.key;

@@ -41,8 +41,8 @@ AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& 
 
 // Column sums of a pass with the lse over its keys: of a chunk_pass(), element [b, h, p] of [B,
 // Hkv, stride] for the key at position p; of a memory_pass(), one for each member.
-ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
-                             int64_t stride);
+ColumnSumsParams column_sums_pass(const AttendForwardParams& pass, const float* lse, float* sums,
+                                  int64_t stride);
 
 // Launches passes on the current stream of the current device. Throws CUDA's errors.
 class AttentionStream {

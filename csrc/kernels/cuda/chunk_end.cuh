@@ -8,19 +8,37 @@
 
 namespace h2o_prefill::chunk_end {
 
+template <DType dtype>
 __device__ __forceinline__ float element(const HeadsView& view, int64_t b, int64_t h, int64_t t,
                                          int64_t d) {
-  if (view.dtype == DType::kFloat32) return tile::row_pointer<const float>(view, b, h, t)[d];
-  const uint16_t bits = tile::row_pointer<const uint16_t>(view, b, h, t)[d];
-  return view.dtype == DType::kBFloat16 ? ptx::to_float<DType::kBFloat16>(bits)
-                                        : ptx::to_float<DType::kFloat16>(bits);
+  if constexpr (dtype == DType::kFloat32) {
+    return tile::row_pointer<const float>(view, b, h, t)[d];
+  } else {
+    return ptx::to_float<dtype>(tile::row_pointer<const uint16_t>(view, b, h, t)[d]);
+  }
+}
+
+// The error of measured row `index`, row `row` of the call, by the lanes of a warp.
+template <DType dtype>
+__device__ __forceinline__ float error_of_row(const RecordErrorsParams& p, int64_t b, int64_t head,
+                                              int64_t index, int64_t row) {
+  float missed = 0.0F;
+  float whole = 0.0F;
+  for (int64_t d = threadIdx.x % 32; d < p.out.dim; d += 32) {
+    const float exact = element<dtype>(p.exact, b, head, index, d);
+    const float difference = element<dtype>(p.out, b, head, row, d) - exact;
+    missed += difference * difference;
+    whole += exact * exact;
+  }
+  missed = warp::sum(missed);
+  whole = warp::sum(whole);
+  return whole > 0.0F ? missed / whole : 0.0F;
 }
 
 // A warp has a row of a query head.
 __device__ __forceinline__ void record_error(const RecordErrorsParams& p, int64_t unit) {
   float* const sums = ptx::dynamic_shared<float>();
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t b = unit / p.kv_heads;
   const int64_t group = p.out.heads / p.kv_heads;
   const int64_t first_head = unit % p.kv_heads * group;
@@ -31,19 +49,12 @@ __device__ __forceinline__ void record_error(const RecordErrorsParams& p, int64_
     const int64_t head = first_head + i % group;
     const int64_t index = first + i / group;
     const int64_t row = p.measured.row(index);
-    float missed = 0.0F;
-    float whole = 0.0F;
-    for (int64_t d = lane; d < p.out.dim; d += 32) {
-      const float exact = element(p.exact, b, head, index, d);
-      const float difference = element(p.out, b, head, row, d) - exact;
-      missed += difference * difference;
-      whole += exact * exact;
-    }
-    missed = warp::sum(missed);
-    whole = warp::sum(whole);
-    if (whole > 0.0F) sum += missed / whole;
+    const DType dtype = p.out.dtype;
+    sum += dtype == DType::kFloat32    ? error_of_row<DType::kFloat32>(p, b, head, index, row)
+           : dtype == DType::kBFloat16 ? error_of_row<DType::kBFloat16>(p, b, head, index, row)
+                                       : error_of_row<DType::kFloat16>(p, b, head, index, row);
   }
-  if (lane == 0) sums[warp] = sum;
+  if (threadIdx.x % 32 == 0) sums[warp] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
   double error = 0.0;

@@ -145,13 +145,14 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   // Phase 1: all chunks at once.
   const AttendForwardParams phase1 = chunk_pass(call, request.settings.chunk_size);
   stream.attend(phase1);
-  ColumnSumsParams sums = column_sums(phase1, call.lse, scores, scores_stride);
+  ColumnSumsParams sums = column_sums_pass(phase1, call.lse, scores, scores_stride);
   sums.reduce_max = request.reduce_max();
   stream.sum_columns(sums);
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
   int64_t previous_begin = request.last_chunk_begin;
   std::optional<MemorySets> sets;
+  std::optional<ExactRows> exact;  // which the end of the last chunk reads
   if (request.selects() || request.ends_at_checkpoint()) sets.emplace(request);
   if (request.selects()) {
     const RecallLists lists = converted(request.recall, [&](const at::Tensor& list) {
@@ -160,7 +161,6 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
-    std::optional<ExactRows> exact;
     if (request.settings.error_rows > 0) exact.emplace(request, x);
     for_each_chunk(request, [&](const RowRange& rows) {
       if (rows.position() > 0) {
@@ -170,7 +170,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         phase2.memory_lse = of_memory;
         phase2.merge_with_out = true;
         stream.attend(phase2);
-        sums = column_sums(phase2, of_memory, scores, scores_stride);
+        sums = column_sums_pass(phase2, of_memory, scores, scores_stride);
         sums.scatter_add = true;
         sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();

@@ -51,7 +51,8 @@ constexpr int64_t kMaxRowParts = 8;
 // An empty grid where there is nothing to sum.
 inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_share) {
   const int64_t columns = columns_of(p);
-  if (p.query.batch == 0 || p.query.heads == 0 || p.key.heads == 0 || columns == 0) return {};
+  if (p.query.batch == 0 || p.query.heads == 0 || p.key.heads == 0 || columns == 0)
+    return {.params = p};
   const int64_t chunk =
       !p.gathered && p.causal.chunk_size < columns ? p.causal.chunk_size : columns;
   Grid grid{.params = p,

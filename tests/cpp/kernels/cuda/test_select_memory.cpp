@@ -113,7 +113,7 @@ void check(const Problem& p) {
 TEST(SelectMemory, RandomProblemsWithManyTies) {
   std::mt19937 random(1);
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % limit); };
-  for (unsigned seed = 0; seed < 60; ++seed) {
+  for (unsigned seed = 0; seed < 40; ++seed) {
     cuda_emulation::set_seed(seed);
     const int64_t begin = below(80), end = begin + below(80);
     check(random_problem({.heads = 1 + below(3),
