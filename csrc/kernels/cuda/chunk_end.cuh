@@ -2,33 +2,35 @@
 // the first two take little longer than one access to memory.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/chunk_end.h"
 #include "kernels/cuda/column_sums_reduce.cuh"
 #include "kernels/cuda/select_memory.cuh"
 
 namespace h2o_prefill::chunk_end {
 
-template <DType dtype>
-__device__ __forceinline__ float element(const HeadsView& view, int64_t b, int64_t h, int64_t t,
-                                         int64_t d) {
-  if constexpr (dtype == DType::kFloat32) {
-    return tile::row_pointer<const float>(view, b, h, t)[d];
-  } else {
-    return ptx::to_float<dtype>(tile::row_pointer<const uint16_t>(view, b, h, t)[d]);
-  }
-}
-
 // The error of measured row `index`, row `row` of the call, by the lanes of a warp.
 template <DType dtype>
 __device__ __forceinline__ float error_of_row(const RecordErrorsParams& p, int64_t b, int64_t head,
                                               int64_t index, int64_t row) {
+  using Element = std::conditional_t<dtype == DType::kFloat32, float, uint16_t>;
+  const auto number = [](Element x) {
+    if constexpr (dtype == DType::kFloat32) {
+      return x;
+    } else {
+      return ptx::to_float<dtype>(x);
+    }
+  };
+  const Element* const out = tile::row_pointer<const Element>(p.out, b, head, row);
+  const Element* const exact = tile::row_pointer<const Element>(p.exact, b, head, index);
   float missed = 0.0F;
   float whole = 0.0F;
-  for (int64_t d = threadIdx.x % 32; d < p.out.dim; d += 32) {
-    const float exact = element<dtype>(p.exact, b, head, index, d);
-    const float difference = element<dtype>(p.out, b, head, row, d) - exact;
+  for (int d = static_cast<int>(threadIdx.x) % 32; d < static_cast<int>(p.out.dim); d += 32) {
+    const float y = number(exact[d]);
+    const float difference = number(out[d]) - y;
     missed += difference * difference;
-    whole += exact * exact;
+    whole += y * y;
   }
   missed = warp::sum(missed);
   whole = warp::sum(whole);
