@@ -54,9 +54,10 @@ struct Candidates {
     const int32_t end = is_member ? min(chunk_begin, local_begin) : local_begin;
     return (position >= sink_end) & (position < end) & (i < count) ? position : -1;
   }
-  // The key of the score there; 0 for -1.
-  __device__ __forceinline__ uint32_t key(int32_t position) const {
-    const float score = position >= 0 && position < scores_length ? scores[position] : 0.0F;
+  __device__ __forceinline__ float score(int32_t position) const {
+    return position >= 0 && position < scores_length ? scores[position] : 0.0F;
+  }
+  __device__ __forceinline__ static uint32_t key(int32_t position, float score) {
     return position < 0 ? 0 : order_key(score);
   }
 };
@@ -108,8 +109,11 @@ __device__ __forceinline__ void select_memory(const SelectMemoryParams& p, int64
 // All loads of one kind are on their way at once.
 #pragma unroll
     for (uint32_t r = 0; r < kRows; ++r) positions[r] = candidates.position(r * kThreads + thread);
+    float scores[kRows];
 #pragma unroll
-    for (uint32_t r = 0; r < kRows; ++r) keys[r] = candidates.key(positions[r]);
+    for (uint32_t r = 0; r < kRows; ++r) scores[r] = candidates.score(positions[r]);
+#pragma unroll
+    for (uint32_t r = 0; r < kRows; ++r) keys[r] = Candidates::key(positions[r], scores[r]);
   }
   const uint32_t rows = divide_up<uint32_t>(candidates.count, kThreads);
   // Calls with(key, position) for this thread's candidate of every row.
@@ -122,7 +126,7 @@ __device__ __forceinline__ void select_memory(const SelectMemoryParams& p, int64
     } else {
       for (uint32_t r = 0; r < rows; ++r) {
         const int32_t position = candidates.position(r * kThreads + thread);
-        with(candidates.key(position), position);
+        with(Candidates::key(position, candidates.score(position)), position);
       }
     }
   };

@@ -159,17 +159,15 @@ TEST(ChunkEnd, EqualsItsPartsAndFloat64) {
   tested = &kKernels;
   for (const DType dtype : kDTypes) {
     for (const int64_t group : {1, 3, 4}) {
-      for (const double threshold : {0.0, 1e9}) {
-        const AttentionShape shape{dtype, 40, 150, 64, 72, 2 * group, 2, 2};
-        SCOPED_TRACE(describe(shape));
-        ChunkEndCall({.shape = shape,
-                      .width = 80,
-                      .count = 67,
-                      .measured = group == 3 ? 40 : 4,
-                      .threshold = threshold,
-                      .reduce_max = group == 4})
-            .check();
-      }
+      const AttentionShape shape{dtype, 40, 150, 64, 72, 2 * group, 2, 2};
+      SCOPED_TRACE(describe(shape));
+      ChunkEndCall({.shape = shape,
+                    .width = 80,
+                    .count = 67,
+                    .measured = group == 3 ? 40 : 4,
+                    .threshold = group == 1 ? 1e9 : 0.0,
+                    .reduce_max = group == 4})
+          .check();
     }
   }
 }
