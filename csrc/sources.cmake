@@ -85,6 +85,7 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/attend_forward.cu
     kernels/cuda/attend_forward_sm90.cu
     kernels/cuda/attention_passes.cpp
+    kernels/cuda/chunk_end.cu
     kernels/cuda/chunked_sparse_attention_kernel.cpp
     kernels/cuda/column_sums.cu
     kernels/cuda/column_sums_sm90.cu
@@ -94,7 +95,6 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/intra_chunk_attention_kernel.cpp
     kernels/cuda/lexical_recall_kernel.cpp
     kernels/cuda/memory_attention_kernel.cpp
-    kernels/cuda/select_memory.cu
     kernels/cuda/select_memory_kernel.cpp)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

@@ -89,8 +89,8 @@ AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& 
   return params;
 }
 
-ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
-                             int64_t stride) {
+ColumnSumsParams column_sums_pass(const AttendForwardParams& pass, const float* lse, float* sums,
+                                  int64_t stride) {
   ColumnSumsParams params{};
   params.query = pass.query;
   params.key = pass.key;
@@ -115,15 +115,17 @@ void AttentionStream::attend(const AttendForwardParams& pass) const {
   C10_CUDA_CHECK(kernels_.attend_forward(pass, stream_));
 }
 
-void AttentionStream::sum_columns(ColumnSumsParams pass) {
+column_sums::Grid AttentionStream::sum_columns(const ColumnSumsParams& pass) {
+  column_sums::Grid grid = kernels_.divide_column_sums(pass);
   // The workspace depends on the shape of the pass alone, and so does the order of its additions.
-  if (const int64_t floats = kernels_.column_sums_partial_floats(pass); floats > 0) {
+  if (const int64_t floats = grid.partial_floats(); floats > 0) {
     if (!workspace_.defined() || workspace_.numel() < floats) {
       workspace_ = at::empty({floats}, float_options_);
     }
-    pass.partial = workspace_.mutable_data_ptr<float>();
+    grid.params.partial = workspace_.mutable_data_ptr<float>();
   }
-  C10_CUDA_CHECK(kernels_.column_sums(pass, stream_));
+  C10_CUDA_CHECK(kernels_.column_sums(grid.params, stream_));
+  return grid;
 }
 
 int64_t parts_of_keys(const AttentionArguments& x, int64_t least_keys) {

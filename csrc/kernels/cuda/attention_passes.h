@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "common/attention.h"
+#include "kernels/cuda/column_sums_grid.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace h2o_prefill {
@@ -40,8 +41,8 @@ AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& 
 
 // Column sums of a pass with the lse over its keys: of a chunk_pass(), element [b, h, p] of [B,
 // Hkv, stride] for the key at position p; of a memory_pass(), one for each member.
-ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
-                             int64_t stride);
+ColumnSumsParams column_sums_pass(const AttendForwardParams& pass, const float* lse, float* sums,
+                                  int64_t stride);
 
 // Launches passes on the current stream of the current device. Throws CUDA's errors.
 class AttentionStream {
@@ -50,7 +51,8 @@ class AttentionStream {
   explicit AttentionStream(const at::Tensor& like);
 
   void attend(const AttendForwardParams& pass) const;
-  void sum_columns(ColumnSumsParams pass);
+  // Until the next call, the result has the parts of the sums that scatter_add leaves.
+  column_sums::Grid sum_columns(const ColumnSumsParams& pass);
 
  private:
   const CudaKernels& kernels_;

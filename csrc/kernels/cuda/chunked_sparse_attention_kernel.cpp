@@ -10,21 +10,22 @@
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
 #include "kernels/cuda/attention_passes.h"
+#include "kernels/cuda/chunk_end.h"
 #include "kernels/cuda/dense_attention.h"
-#include "kernels/cuda/error_rows.h"
-#include "kernels/cuda/select_memory.h"
 
 namespace h2o_prefill {
 namespace {
 
-// The memory sets of a request from chunk to chunk.
+// The memory sets of a request from chunk to chunk. What a chunk leaves to be done goes into the
+// launch that selects the next sets, or into end().
 class MemorySets {
  public:
   explicit MemorySets(const PrefillRequest& request)
       : request_(request),
         next_(at::empty({request.key.size(0), request.key.size(1), request.settings.memory_size()},
                         request.query.options().dtype(at::kInt))),
-        spare_(at::empty_like(next_)) {
+        spare_(at::empty_like(next_)),
+        end_{.units = request.units()} {
     if (!request.settings.wide.empty()) {
       const int64_t heads = request.key.size(1);
       by_head_ = at::full({heads}, request.settings.factor_of_head(/*one that is not named*/ heads),
@@ -37,11 +38,18 @@ class MemorySets {
     if (request.start.defined() && request.past() > 0) sets_ = request.start.contiguous();
   }
 
+  void leave(const column_sums::Grid& sums) { end_.sums = sums; }
+  void leave(const RecordErrorsParams& errors) { end_.errors = errors; }
+
+  void end() {
+    C10_CUDA_CHECK(launch_chunk_end(end_, c10::cuda::getCurrentCUDAStream()));
+    end_ = {.units = request_.units()};
+  }
+
   // Selects the sets for the chunk that begins at a row of the call.
   void select(int64_t chunk_begin, int64_t row) {
     const int64_t chunk_end = request_.past() + row;
-    const SelectMemoryParams params{
-        .units = request_.units(),
+    end_.select = {
         .from = {.positions = sets_.defined() ? sets_.const_data_ptr<int32_t>() : nullptr,
                  .width = sets_.defined() ? sets_.size(2) : 0},
         .scores = request_.scores.const_data_ptr<float>(),
@@ -56,7 +64,7 @@ class MemorySets {
         .widening = request_.widening(),
         .selected = next_.mutable_data_ptr<int32_t>(),
         .width = next_.size(2)};
-    C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
+    end();
     sets_ = std::exchange(next_, std::move(spare_));
     spare_ = sets_;
     request_.keep_checkpoint(row, [&](const at::Tensor& memory) { memory.copy_(sets_); });
@@ -79,6 +87,7 @@ class MemorySets {
   at::Tensor sets_;
   at::Tensor next_;
   at::Tensor spare_;
+  ChunkEndParams end_;
   at::Tensor by_head_;  // [Hkv], factors of L and H in the settings; undefined: 1
 };
 
@@ -105,16 +114,15 @@ class ExactRows {
     exact_ = attend_in_parts(x, limits, parts_of_keys(x, /*least_keys=*/2048));
   }
 
-  // Records the errors of the chunk with these rows, whose output is final.
-  void record(const AttendForwardParams& call, const RowRange& rows) const {
-    const RecordErrorsParams params{.out = call.out,
-                                    .exact = heads_view(exact_),
-                                    .measured = measured_,
-                                    .chunk = rows.begin / measured_.chunk_size,
-                                    .kv_heads = call.key.heads,
-                                    .widening = request_.widening(),
-                                    .errors = request_.errors.mutable_data_ptr<float>()};
-    C10_CUDA_CHECK(launch_record_errors(params, c10::cuda::getCurrentCUDAStream()));
+  // To record the errors of the chunk with these rows, whose output is final.
+  RecordErrorsParams errors(const AttendForwardParams& call, const RowRange& rows) const {
+    return {.out = call.out,
+            .exact = heads_view(exact_),
+            .measured = measured_,
+            .chunk = rows.begin / measured_.chunk_size,
+            .kv_heads = call.key.heads,
+            .widening = request_.widening(),
+            .errors = request_.errors.mutable_data_ptr<float>()};
   }
 
  private:
@@ -137,13 +145,14 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   // Phase 1: all chunks at once.
   const AttendForwardParams phase1 = chunk_pass(call, request.settings.chunk_size);
   stream.attend(phase1);
-  ColumnSumsParams sums = column_sums(phase1, call.lse, scores, scores_stride);
+  ColumnSumsParams sums = column_sums_pass(phase1, call.lse, scores, scores_stride);
   sums.reduce_max = request.reduce_max();
   stream.sum_columns(sums);
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
   int64_t previous_begin = request.last_chunk_begin;
   std::optional<MemorySets> sets;
+  std::optional<ExactRows> exact;  // which the end of the last chunk reads
   if (request.selects() || request.ends_at_checkpoint()) sets.emplace(request);
   if (request.selects()) {
     const RecallLists lists = converted(request.recall, [&](const at::Tensor& list) {
@@ -152,7 +161,6 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
-    std::optional<ExactRows> exact;
     if (request.settings.error_rows > 0) exact.emplace(request, x);
     for_each_chunk(request, [&](const RowRange& rows) {
       if (rows.position() > 0) {
@@ -162,12 +170,12 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         phase2.memory_lse = of_memory;
         phase2.merge_with_out = true;
         stream.attend(phase2);
-        sums = column_sums(phase2, of_memory, scores, scores_stride);
+        sums = column_sums_pass(phase2, of_memory, scores, scores_stride);
         sums.scatter_add = true;
         sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();
-        stream.sum_columns(sums);
-        if (exact) exact->record(call, rows);
+        sets->leave(stream.sum_columns(sums));
+        if (exact) sets->leave(exact->errors(call, rows));
       }
       previous_begin = rows.position();
     });
@@ -176,7 +184,11 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     request.memory.fill_(-1);
   }
 
-  if (request.ends_at_checkpoint()) sets->select(previous_begin, x.length());
+  if (request.ends_at_checkpoint()) {
+    sets->select(previous_begin, x.length());
+  } else if (sets) {
+    sets->end();
+  }
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
   }

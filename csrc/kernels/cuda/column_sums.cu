@@ -20,14 +20,17 @@ cudaError_t launch_tiles(const ColumnSumsParams& params, cudaStream_t stream) {
       column_sums::divide(params, kTileSizes<Shape>, params.partial != nullptr), stream);
 }
 
+column_sums::Grid divide_float(const ColumnSumsParams& params) {
+  return column_sums::divide(params, kTileSizes<column_sums::FloatShape>, /*may_share=*/false);
+}
+
 template <bool kGathered>
 cudaError_t launch_float(const ColumnSumsParams& params, cudaStream_t stream) {
   using Shape = column_sums::FloatShape;
   if (params.key.dim > Shape::kMaxDim) return cudaErrorInvalidValue;
   return column_sums::launch_grid<kGathered>(
       &column_sums::column_sums_float_kernel<kGathered>, tile::kThreads,
-      Shape::shared_bytes(static_cast<int>(params.key.dim)),
-      column_sums::divide(params, kTileSizes<Shape>, /*may_share=*/false), stream);
+      Shape::shared_bytes(static_cast<int>(params.key.dim)), divide_float(params), stream);
 }
 
 template <typename Visitor>
@@ -37,18 +40,18 @@ cudaError_t with_dim(const ColumnSumsParams& params, const Visitor& visit) {
 
 }  // namespace
 
-int64_t column_sums_partial_floats(const ColumnSumsParams& params) {
-  int64_t floats = 0;
-  if (params.query.dtype == DType::kFloat32) return floats;
+column_sums::Grid divide_column_sums(const ColumnSumsParams& params) {
+  column_sums::Grid grid = divide_float(params);
+  if (params.query.dtype == DType::kFloat32) return grid;
   with_dim(params, [&](auto padded) {
-    floats = column_sums::partial_floats(params, kTileSizes<column_sums::Shape<padded()>>);
+    grid =
+        column_sums::divide(params, kTileSizes<column_sums::Shape<padded()>>, /*may_share=*/true);
     return cudaSuccess;
   });
-  return floats;
+  return grid;
 }
 
 cudaError_t launch_column_sums(const ColumnSumsParams& params, cudaStream_t stream) {
-  if (column_sums::is_empty(params)) return cudaSuccess;
   return with_kind(params.gathered, [&](auto gathered) {
     if (params.query.dtype == DType::kFloat32) return launch_float<gathered()>(params, stream);
     return with_half_dtype(params.query.dtype, [&](auto dtype) {

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "kernels/cuda/column_sums_grid.h"
+#include "kernels/cuda/column_sums_reduce.cuh"
 #include "kernels/cuda/tile.cuh"
 #include "kernels/softmax_state.h"
 
@@ -21,7 +21,7 @@ struct Part {
   int kv_head;
   int first_head;  // query heads [first_head, end_head)
   int end_head;
-  int row_part;
+  int64_t list;     // of its sums among the parts
   int chunk_first;  // row of the call
   int chunk_rows;
   int first_key;
@@ -67,7 +67,9 @@ template <int kKeys, bool kGathered>
 __device__ __forceinline__ Part part_of(const Grid& grid, const PartIndex& index) {
   const ColumnSumsParams& p = grid.params;
   Part part{};
-  part.row_part = index.row_part;
+  part.list =
+      (static_cast<int64_t>(index.unit) * grid.head_parts + index.head_part) * grid.row_parts +
+      index.row_part;
   part.first_key = index.tile * kKeys;
   const int kv_heads = static_cast<int>(p.key.heads);
   part.batch = index.unit / kv_heads;
@@ -79,7 +81,7 @@ __device__ __forceinline__ Part part_of(const Grid& grid, const PartIndex& index
   part.chunk_first = static_cast<int>(p.rows.begin) + index.chunk * chunk_size;
   const int left = static_cast<int>(p.rows.begin + p.rows.count) - part.chunk_first;
   part.chunk_rows = kGathered ? left : min(left, chunk_size);
-  part.first_row = kGathered ? part.row_part * grid.split_rows : part.first_key;
+  part.first_row = kGathered ? index.row_part * grid.split_rows : part.first_key;
   part.end_row =
       kGathered ? min(part.first_row + grid.split_rows, part.chunk_rows) : part.chunk_rows;
   return part;
@@ -122,25 +124,16 @@ struct QueryTile {
   }
 };
 
-// Row of the history of member i of a memory set; -1 where there is none.
-__device__ __forceinline__ int row_of_member(const ColumnSumsParams& p, const int32_t* set, int i) {
-  return tile::is_row_of(p.key, set[i]) ? set[i] : -1;
-}
-
-// Column `column` of unit `unit`: of the range of rows if causal, of the memory set if gathered.
+// Stores the sum of a column over the queries of a part. Members of memory sets always have parts.
 template <bool kGathered>
-__device__ __forceinline__ void store_sum(const ColumnSumsParams& p, int64_t unit, int column,
-                                          float sum) {
-  float* const sums = p.sums + unit * p.sums_stride;
-  if constexpr (!kGathered) {
-    sums[p.rows.position() + column] = sum;
+__device__ __forceinline__ void store_total(const Grid& grid, const Part& part, int column,
+                                            float total) {
+  const ColumnSumsParams& p = grid.params;
+  if (kGathered || grid.has_parts()) {
+    const int64_t columns = kGathered ? p.memory.width : p.rows.count;
+    p.partial[part.list * columns + column] = total;
   } else {
-    const int position = row_of_member(p, p.memory.of_unit(unit), column);
-    if (!p.scatter_add) {
-      sums[column] = position < 0 ? 0.0F : sum;
-    } else if (position >= 0) {
-      sums[position] += sum;
-    }
+    store_sum<false>(p, part.batch * p.key.heads + part.kv_head, column, total);
   }
 }
 
@@ -316,40 +309,7 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   if (thread >= S::kKeys || part.first_key + thread >= columns) return;
   const int column =
       part.first_key + thread + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
-  if (grid.head_parts * grid.row_parts == 1) {
-    store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column, shared.totals[thread]);
-  } else {
-    const int64_t list =
-        (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
-    p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = shared.totals[thread];
-  }
-}
-
-constexpr int kReduceThreads = 128;
-
-// Adds up params.partial: a thread has one column.
-template <bool kGathered>
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_partial_kernel(const __grid_constant__ Grid grid) {
-  const ColumnSumsParams& p = grid.params;
-  ptx::wait_for_earlier_launches();
-  const int columns = static_cast<int>(kGathered ? p.memory.width : p.rows.count);
-  const int64_t unit = blockIdx.x % grid.units;
-  const int column =
-      static_cast<int>(blockIdx.x / grid.units) * kReduceThreads + static_cast<int>(threadIdx.x);
-  if (column >= columns) return;
-  // Tiles without members have no partial sums.
-  const bool is_there = !kGathered || p.memory.of_unit(unit)[column] >= 0;
-  float total = 0.0F;
-  for (uint32_t g = 0; is_there && g < grid.head_parts; ++g) {
-    float of_head = 0.0F;
-    for (uint32_t part = 0; part < grid.row_parts; ++part) {
-      const int64_t list = (static_cast<int64_t>(part) * grid.units + unit) * grid.head_parts + g;
-      of_head += p.partial[list * columns + column];
-    }
-    total = p.reduce_max ? fmaxf(total, of_head) : total + of_head;
-  }
-  store_sum<kGathered>(p, unit, column, total);
+  store_total<kGathered>(grid, part, column, shared.totals[thread]);
 }
 
 }  // namespace h2o_prefill::column_sums

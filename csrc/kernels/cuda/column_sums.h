@@ -15,8 +15,8 @@ namespace h2o_prefill {
 //   causal    in chunks: causal.chunk_size >= 1, and causal.begin is the position of the first row.
 //             sums[b, h, p] is the sum of the key at position p.
 //   gathered  the members of the memory sets, seen by all rows. sums[b, h, j] is the sum of member
-//   j
-//             and 0 where there is none, or sums[b, h, memory[b, h, j]] grows by it if scatter_add.
+//             j and 0 where there is none. If scatter_add, parts of the sums stay in `partial`, by
+//             which launch_chunk_end() lets sums[b, h, memory[b, h, j]] grow.
 //
 // A KV head's sum adds its query heads' sums, or is their maximum if reduce_max. The order
 // of additions depends on shapes and usual_width only: results are the same to the bit, on any GPU.
@@ -35,15 +35,19 @@ struct ColumnSumsParams {
   int64_t sums_stride;  // floats of a (batch row, KV head)
   bool scatter_add;     // gathered
   bool reduce_max;
-  float* partial;  // workspace of as many floats as the launcher asks for, or null
+  float* partial;  // workspace of as many floats as the grid asks for
 };
 
-// Floats of workspace with which launch_column_sums() spreads few keys over the whole GPU; 0 where
-// the keys are many.
-int64_t column_sums_partial_floats(const ColumnSumsParams& params);
+namespace column_sums {
+struct Grid;
+}
 
-// Asynchronous on `stream`; allocates nothing. Whether `partial` is given changes the order of
-// additions.
+// How launch_column_sums() divides the work, given the workspace with which it spreads few keys
+// over the whole GPU.
+column_sums::Grid divide_column_sums(const ColumnSumsParams& params);
+
+// Asynchronous on `stream`; allocates nothing. Without `partial` chunks are not shared out, which
+// changes the order of additions, and gathered keys are cudaErrorInvalidValue.
 cudaError_t launch_column_sums(const ColumnSumsParams& params, cudaStream_t stream);
 
 }  // namespace h2o_prefill

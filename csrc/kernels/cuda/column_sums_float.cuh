@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(tile::kThreads)
   }
   if (warp != 0 || key >= columns) return;
   const int first_column = kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin);
-  store_sum<kGathered>(p, unit, first_column + key, total);
+  store_total<kGathered>(grid, part, first_column + key, total);
 }
 
 }  // namespace h2o_prefill::column_sums

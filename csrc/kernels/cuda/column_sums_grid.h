@@ -8,23 +8,31 @@
 
 namespace h2o_prefill::column_sums {
 
+// Keys that the launch has sums for.
+inline int64_t columns_of(const ColumnSumsParams& p) {
+  return p.gathered ? p.memory.width : p.rows.count;
+}
+
 // The launch computes this once for all blocks. A block works on key tile `tile` of a chunk (a
 // memory set is one chunk) for some query heads of a KV head and some rows of the chunk: all of
-// them, or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so
-// that the key tiles of a chunk that the most rows see go first.
+// them, or one head and split_rows rows. Where blocks share tiles, and of memory sets always, their
+// sums go to params.partial, [units, head_parts, row_parts, columns]. Blocks are numbered so that
+// the key tiles of a chunk that the most rows see go first.
 struct Grid {
-  ColumnSumsParams params;
-  uint32_t units;       // batch rows times KV heads
-  uint32_t group;       // query heads of a KV head
-  uint32_t head_parts;  // blocks that share the group: 1 or `group`
-  uint32_t row_parts;   // blocks that share the rows
-  uint32_t chunks;
-  uint32_t tiles;
-  int split_rows;
-  bool is_distributed;  // its blocks take equal numbers of parts of memory sets
+  ColumnSumsParams params = {};
+  uint32_t units = 0;       // batch rows times KV heads
+  uint32_t group = 0;       // query heads of a KV head
+  uint32_t head_parts = 0;  // blocks that share the group: 1 or `group`
+  uint32_t row_parts = 0;   // blocks that share the rows
+  uint32_t chunks = 0;
+  uint32_t tiles = 0;
+  int split_rows = 0;
 
-  int64_t blocks() const { return int64_t{units} * head_parts * row_parts * chunks * tiles; }
-  H2O_HOST_DEVICE bool shares_tiles() const { return is_distributed || head_parts * row_parts > 1; }
+  int64_t blocks() const { return parts() * chunks * tiles; }
+  int64_t parts() const { return int64_t{units} * head_parts * row_parts; }
+  H2O_HOST_DEVICE bool has_parts() const { return params.gathered || head_parts * row_parts > 1; }
+  // Floats of workspace.
+  int64_t partial_floats() const { return has_parts() ? parts() * columns_of(params) : 0; }
 };
 
 // Tile sizes of a kernel.
@@ -40,17 +48,11 @@ struct TileSizes {
 };
 constexpr int64_t kMaxRowParts = 8;
 
-// Keys that the launch has sums for.
-inline int64_t columns_of(const ColumnSumsParams& p) {
-  return p.gathered ? p.memory.width : p.rows.count;
-}
-
-inline bool is_empty(const ColumnSumsParams& p) {
-  return p.query.batch == 0 || p.query.heads == 0 || p.key.heads == 0 || columns_of(p) == 0;
-}
-
+// An empty grid where there is nothing to sum.
 inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_share) {
   const int64_t columns = columns_of(p);
+  if (p.query.batch == 0 || p.query.heads == 0 || p.key.heads == 0 || columns == 0)
+    return {.params = p};
   const int64_t chunk =
       !p.gathered && p.causal.chunk_size < columns ? p.causal.chunk_size : columns;
   Grid grid{.params = p,
@@ -60,9 +62,8 @@ inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_s
             .row_parts = 1,
             .chunks = static_cast<uint32_t>(divide_up(columns, chunk)),
             .tiles = static_cast<uint32_t>(divide_up(chunk, sizes.keys)),
-            .split_rows = static_cast<int>(p.rows.count),
-            .is_distributed = p.gathered && sizes.part_rows > 0};
-  if (grid.is_distributed) {
+            .split_rows = static_cast<int>(p.rows.count)};
+  if (p.gathered && sizes.part_rows > 0) {
     const int64_t least = divide_up(divide_up(p.rows.count, kMaxRowParts), sizes.rows) * sizes.rows;
     const int64_t rows = least > sizes.part_rows ? least : sizes.part_rows;
     grid.head_parts = grid.group;
@@ -90,14 +91,6 @@ inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_s
     grid.split_rows = static_cast<int>(tiles_of_part * sizes.rows);
   }
   return grid;
-}
-
-// Floats of workspace for a launch that may share out its tiles.
-inline int64_t partial_floats(const ColumnSumsParams& p, const TileSizes& sizes) {
-  if (is_empty(p)) return 0;
-  const Grid grid = divide(p, sizes, /*may_share=*/true);
-  if (!grid.shares_tiles()) return 0;
-  return int64_t{grid.units} * grid.head_parts * grid.row_parts * columns_of(p);
 }
 
 }  // namespace h2o_prefill::column_sums

@@ -36,14 +36,12 @@ bool has_column_sums_sm90(const ColumnSumsParams& params) {
          params.cap_scale == 0.0F;
 }
 
-int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params) {
-  return has_column_sums_sm90(params) ? column_sums::partial_floats(params, kTileSizes) : 0;
+column_sums::Grid divide_column_sums_sm90(const ColumnSumsParams& params) {
+  return column_sums::divide(params, kTileSizes, /*may_share=*/true);
 }
 
 cudaError_t launch_column_sums_sm90(const ColumnSumsParams& params, cudaStream_t stream) {
   if (!has_column_sums_sm90(params)) return cudaErrorInvalidValue;
-  if (column_sums::is_empty(params)) return cudaSuccess;
-  if (params.gathered && !params.partial) return cudaErrorInvalidValue;
   return with_kind(params.gathered, [&](auto gathered) {
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       return with_padded_dim<64, 128>(params.key.dim, [&](auto padded) {

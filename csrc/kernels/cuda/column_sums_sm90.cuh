@@ -267,14 +267,8 @@ __device__ __forceinline__ void store_totals(const Grid& grid, const Part& part,
                     layout_sm90::accumulator_row(thread, 2 * (i % kHalfSums));
     if (key >= columns) continue;
     const int column = key + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
-    const float sum = totals.of_all[i / kHalfSums][i % kHalfSums];
-    if (kGathered || grid.shares_tiles()) {
-      const int64_t list =
-          (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
-      p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = sum;
-    } else {
-      column_sums::store_sum<false>(p, part.batch * p.key.heads + part.kv_head, column, sum);
-    }
+    column_sums::store_total<kGathered>(grid, part, column,
+                                        totals.of_all[i / kHalfSums][i % kHalfSums]);
   }
 }
 

@@ -12,11 +12,10 @@ namespace h2o_prefill {
 // 64 or 128 without waste.
 bool has_column_sums_sm90(const ColumnSumsParams& params);
 
-// As column_sums_partial_floats(), for launch_column_sums_sm90().
-int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params);
+// As divide_column_sums(), for launch_column_sums_sm90().
+column_sums::Grid divide_column_sums_sm90(const ColumnSumsParams& params);
 
-// cudaErrorInvalidValue where !has_column_sums_sm90(params), and where memory sets have no
-// workspace.
+// cudaErrorInvalidValue where !has_column_sums_sm90(params), too.
 cudaError_t launch_column_sums_sm90(const ColumnSumsParams& params, cudaStream_t stream);
 
 }  // namespace h2o_prefill

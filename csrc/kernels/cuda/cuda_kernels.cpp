@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "kernels/cuda/attend_forward_sm90.h"
+#include "kernels/cuda/column_sums_grid.h"
 #include "kernels/cuda/column_sums_sm90.h"
 
 namespace h2o_prefill {
@@ -17,7 +18,7 @@ namespace {
 
 constexpr CudaKernels kSm80{.arch = "sm_80",
                             .attend_forward = &launch_attend_forward,
-                            .column_sums_partial_floats = &column_sums_partial_floats,
+                            .divide_column_sums = &divide_column_sums,
                             .column_sums = &launch_column_sums};
 
 // Problems without a kernel for sm_90a run the kernels for sm_80.
@@ -28,10 +29,10 @@ constexpr CudaKernels kSm90a{
           return has_attend_forward_sm90(params) ? launch_attend_forward_sm90(params, stream)
                                                  : launch_attend_forward(params, stream);
         },
-    .column_sums_partial_floats =
+    .divide_column_sums =
         [](const ColumnSumsParams& params) {
-          return has_column_sums_sm90(params) ? column_sums_sm90_partial_floats(params)
-                                              : column_sums_partial_floats(params);
+          return has_column_sums_sm90(params) ? divide_column_sums_sm90(params)
+                                              : divide_column_sums(params);
         },
     .column_sums =
         [](const ColumnSumsParams& params, cudaStream_t stream) {

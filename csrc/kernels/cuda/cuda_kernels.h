@@ -13,8 +13,7 @@ namespace h2o_prefill {
 struct CudaKernels {
   const char* arch;
   cudaError_t (*attend_forward)(const AttendForwardParams&, cudaStream_t);
-  // Floats of workspace for column_sums.
-  int64_t (*column_sums_partial_floats)(const ColumnSumsParams&);
+  column_sums::Grid (*divide_column_sums)(const ColumnSumsParams&);
   cudaError_t (*column_sums)(const ColumnSumsParams&, cudaStream_t);
 };
 

@@ -20,8 +20,9 @@ struct ListMeasuredParams {
   int64_t room;  // for limits
 };
 
-// Compares the measured rows of a chunk with exact attention. The error of a KV head is the mean
-// over these rows of its query heads of |out - exact|^2 / |exact|^2, 0 where both are 0.
+// Compares the measured rows of a chunk with exact attention, a part of launch_chunk_end(). The
+// error of a KV head is the mean over these rows of its query heads of |out - exact|^2 / |exact|^2,
+// 0 where both are 0.
 struct RecordErrorsParams {
   HeadsView out;    // [B, Hq, Tq, Dv], of the call
   HeadsView exact;  // [B, Hq, measured.size(), Dv], of the same dtype
@@ -33,6 +34,5 @@ struct RecordErrorsParams {
 };
 
 cudaError_t launch_list_measured(const ListMeasuredParams& params, cudaStream_t stream);
-cudaError_t launch_record_errors(const RecordErrorsParams& params, cudaStream_t stream);
 
 }  // namespace h2o_prefill

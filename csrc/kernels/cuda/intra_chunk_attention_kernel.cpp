@@ -21,7 +21,7 @@ AttentionResult intra_chunk_attention_cuda(const AttentionArguments& given, int6
   AttentionStream stream(out);
   const AttendForwardParams pass = chunk_pass(call, chunk_size);
   stream.attend(pass);
-  stream.sum_columns(column_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), length));
+  stream.sum_columns(column_sums_pass(pass, call.lse, colsum.mutable_data_ptr<float>(), length));
   return {out, lse, colsum};
 }
 

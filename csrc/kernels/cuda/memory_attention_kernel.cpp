@@ -25,7 +25,7 @@ AttentionResult memory_attention_cuda(const AttentionArguments& given,
       call, call.rows, {.positions = indices.const_data_ptr<int32_t>(), .width = width});
   stream.attend(pass);
   if (width > 0) {
-    stream.sum_columns(column_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), width));
+    stream.sum_columns(column_sums_pass(pass, call.lse, colsum.mutable_data_ptr<float>(), width));
   }
   return {out, lse, colsum};
 }

@@ -1,7 +1,5 @@
-// Selection of the memory sets of a layer on the GPU.
+// Selection of the memory sets of a layer on the GPU, a part of launch_chunk_end().
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
@@ -14,7 +12,6 @@ namespace h2o_prefill {
 // the local window before chunk_end; -1 after.
 // Of equal scores the lower position wins; a NaN ranks with the lowest finite score.
 struct SelectMemoryParams {
-  int64_t units;        // batch rows times KV heads
   MemorySetView from;   // the old sets; entries from chunk_begin on do not count
   const float* scores;  // [units, scores_length], rows scores_stride apart; 0 after scores_length
   int64_t scores_stride;
@@ -35,7 +32,5 @@ struct SelectMemoryParams {
   }
   H2O_HOST_DEVICE int64_t candidates() const { return from.width + chunk_end - chunk_begin; }
 };
-
-cudaError_t launch_select_memory(const SelectMemoryParams& params, cudaStream_t stream);
 
 }  // namespace h2o_prefill

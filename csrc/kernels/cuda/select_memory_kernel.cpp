@@ -6,7 +6,7 @@
 
 #include "common/checks.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cuda/select_memory.h"
+#include "kernels/cuda/chunk_end.h"
 
 namespace h2o_prefill {
 namespace {
@@ -26,7 +26,6 @@ at::Tensor select_memory_cuda(const at::Tensor& scores_argument, const at::Tenso
   const MemoryBudget budget{local_window, heavy_budget, sink_tokens};
   auto selected = at::empty({memory.size(0), memory.size(1), budget.width()}, memory.options());
   const SelectMemoryParams params{
-      .units = memory.size(0) * memory.size(1),
       .from = {.positions = memory.const_data_ptr<int32_t>(), .width = memory.size(2)},
       .scores = scores.const_data_ptr<float>(),
       .scores_stride = scores.size(2),
@@ -36,7 +35,8 @@ at::Tensor select_memory_cuda(const at::Tensor& scores_argument, const at::Tenso
       .budget = budget,
       .selected = selected.mutable_data_ptr<int32_t>(),
       .width = budget.width()};
-  C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(launch_chunk_end({.units = memory.size(0) * memory.size(1), .select = params},
+                                  c10::cuda::getCurrentCUDAStream()));
   return selected;
 }
 

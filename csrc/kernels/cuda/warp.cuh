@@ -1,6 +1,8 @@
 // Reductions over the lanes of a warp; every lane gets the result.
 #pragma once
 
+#include <cstdint>
+
 namespace h2o_prefill::warp {
 
 __device__ __forceinline__ float max(float x) {
@@ -14,5 +16,7 @@ __device__ __forceinline__ float sum(float x) {
   for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, i);
   return x;
 }
+
+__device__ __forceinline__ uint32_t sum(uint32_t x) { return __reduce_add_sync(0xFFFFFFFFU, x); }
 
 }  // namespace h2o_prefill::warp

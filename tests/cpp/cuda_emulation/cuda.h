@@ -42,6 +42,7 @@ inline unsigned int __float_as_uint(float x) { return std::bit_cast<unsigned int
 inline float __uint_as_float(unsigned int x) { return std::bit_cast<float>(x); }
 
 constexpr int min(int a, int b) { return b < a ? b : a; }
+constexpr unsigned int min(unsigned int a, unsigned int b) { return b < a ? b : a; }
 constexpr int max(int a, int b) { return a < b ? b : a; }
 constexpr int64_t min(int64_t a, int64_t b) { return b < a ? b : a; }
 constexpr int64_t max(int64_t a, int64_t b) { return a < b ? b : a; }

@@ -87,6 +87,7 @@ CALLS = {
 # The first operand is what they return, of this type.
 FUNCTIONS = {
     "mbarrier.try_wait.parity.shared::cta.b64": ("mbarrier_try_wait", "pred", ("u32", "u32")),
+    "redux.sync.add.u32": ("reduce_add", "b32", ("b32", "b32")),
     "vote.sync.any.pred": ("0 != ballot", "pred", ("pred", "b32")),
     "vote.sync.ballot.b32": ("ballot", "b32", ("pred", "b32")),
 }

@@ -1,4 +1,4 @@
-// Shuffles, votes and __syncwarp().
+// Shuffles, votes, sums and __syncwarp().
 #pragma once
 
 #include "cuda_emulation/scheduler.h"
@@ -74,6 +74,23 @@ inline unsigned int vote(const char* name, unsigned int mask, bool predicate, Si
   return vote.ballot;
 }
 
+inline unsigned int reduce_add(unsigned int value, unsigned int mask, Site site) {
+  check_mask(mask, site);
+  warp_collective(
+      "redux.sync.add", &value,
+      [](void* const* arguments) {
+        unsigned int sum = 0;
+        for (int lane = 0; lane < kWarpSize; ++lane) {
+          sum += *static_cast<unsigned int*>(arguments[lane]);
+        }
+        for (int lane = 0; lane < kWarpSize; ++lane) {
+          *static_cast<unsigned int*>(arguments[lane]) = sum;
+        }
+      },
+      site);
+  return value;
+}
+
 }  // namespace cuda_emulation
 
 inline void __syncwarp(unsigned int mask = cuda_emulation::kFullMask,
@@ -102,4 +119,9 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate,
 inline int __any_sync(unsigned int mask, int predicate,
                       cuda_emulation::Site site = cuda_emulation::Site::here()) {
   return cuda_emulation::vote("__any_sync", mask, predicate != 0, site) != 0;
+}
+
+inline unsigned int __reduce_add_sync(unsigned int mask, unsigned int value,
+                                      cuda_emulation::Site site = cuda_emulation::Site::here()) {
+  return cuda_emulation::reduce_add(value, mask, site);
 }

@@ -31,6 +31,7 @@ def programs():
     ("program", "tests"),
     [
         ("attention", "*"),
+        ("chunk_end", "*"),
         ("select_memory", "*"),
         # Whose kernels measure errors.
         ("cuda_operators", "ChunkedSparseAttentionOp.SeveralCallsWithEveryKindOfState"),

@@ -6,7 +6,7 @@
 #include "cuda_emulation/scheduler.h"
 #include "kernels/cuda/attend_forward.h"
 #include "kernels/cuda/attention.h"
-#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/chunk_end.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill::testing {
@@ -16,8 +16,7 @@ struct Kernels {
   const char* name;
   cudaError_t (*attend)(const AttendForwardParams& params, cudaStream_t stream);
   cudaError_t (*sum_columns)(const ColumnSumsParams& params, cudaStream_t stream);
-  int64_t (*partial_floats)(const ColumnSumsParams& params);
-  bool shares_sets;  // always shares out the rows of memory sets
+  column_sums::Grid (*divide)(const ColumnSumsParams& params);
   size_t shared_bytes;
   std::vector<DType> dtypes;
   std::vector<DType> few_dtypes;  // for long cases
@@ -119,16 +118,34 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   return params;
 }
 
-// `partial`: blocks share the rows. For memory sets some kernels always do.
+// Sums that a launch of column sums, with its workspace, leaves to be added up.
+struct PartialSums {
+  column_sums::Grid grid;
+  std::vector<float> workspace;
+};
+
+// partial: blocks share the tiles of chunks, too.
+inline PartialSums launch_sums(const ColumnSumsParams& params, bool partial) {
+  PartialSums result{.grid = tested->divide(params), .workspace = {}};
+  if (partial || params.gathered) {
+    result.workspace.resize(result.grid.partial_floats(), std::nanf(""));
+  }
+  if (!result.workspace.empty()) result.grid.params.partial = result.workspace.data();
+  EXPECT_EQ(tested->sum_columns(result.grid.params, nullptr), cudaSuccess);
+  return result;
+}
+
 inline std::vector<float> sum_columns(ColumnSumsParams params, const std::vector<float>& lse,
                                       bool partial) {
-  std::vector<float> sums(params.key.batch * params.key.heads * params.sums_stride, kBefore);
-  const bool shares = partial || (params.gathered && tested->shares_sets);
-  std::vector<float> workspace(shares ? tested->partial_floats(params) : 0, std::nanf(""));
+  const int64_t units = params.key.batch * params.key.heads;
+  std::vector<float> sums(units * params.sums_stride, kBefore);
   params.lse = lse.data();
   params.sums = sums.data();
-  params.partial = workspace.empty() ? nullptr : workspace.data();
-  EXPECT_EQ(tested->sum_columns(params, nullptr), cudaSuccess);
+  const PartialSums parts = launch_sums(params, partial);
+  if (params.scatter_add) {
+    EXPECT_EQ(sums, std::vector<float>(sums.size(), kBefore));
+    EXPECT_EQ(launch_chunk_end({.units = units, .sums = parts.grid}, nullptr), cudaSuccess);
+  }
   return sums;
 }
 
@@ -154,7 +171,7 @@ inline void check_sums(const Call& call, const VisibleKeys& visible, const SumsO
     return position < 0 ? 0.0 : of_set[position];
   };
   for (const bool partial : {false, true}) {
-    if (partial && tested->partial_floats(params) == 0) continue;
+    if (partial && tested->divide(params).partial_floats() == 0) continue;
     const std::vector<float> sums = sum_columns(params, lse, partial);
     for (size_t i = 0; i < sums.size(); ++i) {
       const double sum = expected(static_cast<int64_t>(i) / stride, i % stride);

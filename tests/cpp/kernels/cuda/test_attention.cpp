@@ -19,8 +19,7 @@ namespace {
 const Kernels kSm80{"sm80",
                     launch_attend_forward,
                     launch_column_sums,
-                    column_sums_partial_floats,
-                    false,
+                    divide_column_sums,
                     cuda_emulation::kMaxSharedBytes,
                     {DType::kBFloat16, DType::kFloat16, DType::kFloat32},
                     {DType::kBFloat16, DType::kFloat32},
@@ -31,8 +30,7 @@ const Kernels kSm80{"sm80",
 const Kernels kSm90{"sm90a",
                     launch_attend_forward_sm90,
                     launch_column_sums_sm90,
-                    column_sums_sm90_partial_floats,
-                    true,
+                    divide_column_sums_sm90,
                     cuda_emulation::kMaxSharedBytesOfHopper,
                     {DType::kBFloat16, DType::kFloat16},
                     {DType::kBFloat16},
@@ -369,8 +367,8 @@ TEST(ColumnSums, PartialSumsAreForFewKeys) {
         params.rows.count = rows;
         params.memory.width = rows / 2;
         params.causal = {.begin = 0, .count = rows, .chunk_size = 1024};
-        const int64_t floats = column_sums_partial_floats(params);
-        const int64_t of_sm90 = column_sums_sm90_partial_floats(params);
+        const int64_t floats = divide_column_sums(params).partial_floats();
+        const int64_t of_sm90 = divide_column_sums_sm90(params).partial_floats();
         with_workspace += of_sm90 > 0;
         if (!gathered) {
           EXPECT_LE(of_sm90, floats) << rows << " rows";
