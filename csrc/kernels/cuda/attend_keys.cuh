@@ -165,7 +165,8 @@ struct GatheredKeys {
     }
     // The codes of keys r and r + 1; r is even.
     __device__ __forceinline__ uint32_t codes(int slot, int r) const {
-      return *reinterpret_cast<const uint32_t*>(&visible[slot][r]);
+      const uint16_t* const first = visible[slot] + r;
+      return *reinterpret_cast<const uint32_t*>(first);
     }
     // What to add to codes, so that sees() tells whether the row sees key r + i.
     __device__ __forceinline__ static uint32_t test_of(int row) { return row * 0x00FF00FFU; }

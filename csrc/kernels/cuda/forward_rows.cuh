@@ -59,7 +59,8 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
   const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;
   const int64_t chunk_rows = chunk_size && chunk_size < rows ? chunk_size : rows;
   const int64_t group = params.query.heads / params.key.heads;
-  const int64_t tile_heads = of_groups && group <= PlaceInTile::kMostHeads ? group : 1;
+  const bool fits = group <= PlaceInTile::kMostHeads && group * rows <= INT32_MAX;
+  const int64_t tile_heads = of_groups && fits ? group : 1;
   const int64_t heads = params.query.batch * params.query.heads / tile_heads;
   const int64_t chunks = divide_up(rows, chunk_rows);
   const int64_t tiles = divide_up(chunk_rows * tile_heads, tile_rows);
@@ -183,8 +184,8 @@ __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t nu
   rows.batch = static_cast<int>(unit) / heads;
   rows.head = static_cast<int>(unit) % heads * tile_heads;
   rows.kv_head = rows.head / grid.group;
-  rows.lead = static_cast<int>(static_cast<int64_t>(tile) * kRows % tile_heads);
-  rows.first = chunk_first + static_cast<int>(static_cast<int64_t>(tile) * kRows / tile_heads);
+  rows.lead = tile * kRows % tile_heads;
+  rows.first = chunk_first + tile * kRows / tile_heads;
   rows.count = min(end - rows.first, grid.place<kKind>(rows, kRows - 1).row + 1);
   rows.position = static_cast<int>(p.rows.past) + rows.first;
   rows.key_begin = kChunked ? static_cast<int>(p.causal.begin) + chunk * chunk_size : 0;
@@ -194,10 +195,13 @@ __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t nu
   return rows;
 }
 
-__device__ __forceinline__ int64_t state_row(const HeadsView& query, const RowTile& rows,
-                                             const PlaceInTile& place = {0, 0}) {
-  return (rows.batch * query.heads + rows.head + place.head) * query.length + rows.first +
-         place.row;
+__device__ __forceinline__ int64_t state_row(const HeadsView& query, const RowTile& rows) {
+  return (rows.batch * query.heads + rows.head) * query.length + rows.first;
+}
+
+// Of a row of the tile, from there.
+__device__ __forceinline__ int64_t state_row(const HeadsView& query, const PlaceInTile& place) {
+  return place.head * query.length + place.row;
 }
 
 // A tile's rows in a tensor of 16-bit elements, as rows of one unit each, so that 32 bits tell
@@ -278,6 +282,7 @@ __device__ __forceinline__ void store_memory_lse(const ForwardGrid& grid, const 
   const AttendForwardParams& p = grid.params;
   if (!p.memory_lse) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  float* const lse = p.memory_lse + state_row(p.query, rows);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -288,7 +293,7 @@ __device__ __forceinline__ void store_memory_lse(const ForwardGrid& grid, const 
       float of_row = natural_lse(softmax.maximum[m][h], softmax.total(m, h));
       add_sink(p, rows.head + place.head, weight, of_row);
       if (lane % 4 == 0 && place.row < rows.count) {
-        p.memory_lse[state_row(p.query, rows, place)] = of_row;
+        lse[state_row(p.query, place)] = of_row;
       }
     }
   }
@@ -331,6 +336,7 @@ __device__ __forceinline__ void store_result(const ForwardGrid& grid, const RowT
   constexpr int kUnits = kDim / tile::kUnitElements;
   const AttendForwardParams& p = grid.params;
   const int lane = tile::recomputed(static_cast<int>(threadIdx.x) % 32);
+  float* const lse = p.lse ? p.lse + state_row(p.query, rows) : nullptr;
   if (p.merge_with_out) {
     ptx::cp_async_wait<0>();
     __syncwarp();
@@ -342,13 +348,12 @@ __device__ __forceinline__ void store_result(const ForwardGrid& grid, const RowT
       const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
       const PlaceInTile place = grid.place<kKind>(rows, warp_row + row);
       const bool exists = place.row < rows.count;
-      float* const lse = p.lse ? p.lse + state_row(p.query, rows, place) : nullptr;
       const float denominator = softmax.total(m, h);
       float of_new = inverse_denominator(denominator);
       float of_old = 0.0F;
       float row_lse = natural_lse(softmax.maximum[m][h], denominator);
       if (p.merge_with_out) {
-        const float before = exists ? *lse : kNegInf;
+        const float before = exists ? lse[state_row(p.query, place)] : kNegInf;
         const MergeWeights weight = merge_weights(row_lse, before);
         row_lse = weight.lse;
         of_new *= weight.a;
@@ -357,7 +362,7 @@ __device__ __forceinline__ void store_result(const ForwardGrid& grid, const RowT
       } else {
         add_sink(p, rows.head + place.head, of_new, row_lse);
       }
-      if (lse && exists && lane % 4 == 0) *lse = row_lse;
+      if (lse && exists && lane % 4 == 0) lse[state_row(p.query, place)] = row_lse;
 #pragma unroll
       for (int n = 0; n < kUnits; ++n) {
         uint32_t* const pair = reinterpret_cast<uint32_t*>(
