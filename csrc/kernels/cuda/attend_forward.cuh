@@ -149,14 +149,13 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     if (keys.tiles == keys.memory_tiles) store_memory_lse(grid, shared_rows, softmax, warp_row);
   }
   __syncthreads();
-  // The output takes the place of the query rows, which are the warp's own. Where they begin is
-  // found anew: the loop has no register for it.
+  // The output takes the place of the query rows, which are the warp's own. The number of the first
+  // one is found anew: the loop has no register for what follows from it.
   const int out_row = tile::recomputed(thread) / 32 * kWarpRows;
-  uint16_t* const out_tile = query_tile + out_row * kDim;
   if (p.merge_with_out) {
-    load_result<kKind, kUnits, kWarpRows>(grid, shared_rows, out_tile, out_row);
+    load_result<kKind, kUnits, kWarpRows>(grid, shared_rows, warp_tile, out_row);
   }
-  store_result<dtype, kKind, kDim>(grid, shared_rows, out, softmax, out_tile, out_row);
+  store_result<dtype, kKind, kDim>(grid, shared_rows, out, softmax, warp_tile, out_row);
 }
 
 }  // namespace h2o_prefill::attend

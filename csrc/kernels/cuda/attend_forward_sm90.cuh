@@ -26,6 +26,7 @@ struct Shape {
   static constexpr int kRows = sm90::kBlockRows;
   static constexpr int kKeys = 128;
   static constexpr int kStages = 2;
+  static constexpr int kValueStages = 3;  // keys are needed first, and wait for no space of values
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
 
   // A tile of keys is resolved before there is space for it, while the tiles in the ring are used.
@@ -39,14 +40,14 @@ struct Shape {
   struct Shared {
     uint16_t query[kRows * kDim];
     uint16_t key[kStages][kKeys * kDim];
-    uint16_t value[kStages][kKeys * kDim];
+    uint16_t value[kValueStages][kKeys * kDim];
     uint16_t result[kRows * kDim];  // each warp's rows are its own
     typename Gathered::Shared gathered;
     int memory_tiles;  // of the row tile whose query is there
     int tiles;
     sm90::RingBarriers<1> query_ring;  // of the query and the two numbers
     sm90::RingBarriers<kStages> key_ring;
-    sm90::RingBarriers<kStages> value_ring;
+    sm90::RingBarriers<kValueStages> value_ring;
   };
 };
 
@@ -129,7 +130,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
       }
       if (j > 0) {
         shared.value_ring.wait_for_space(i - 1);
-        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.value[sm90::Turn<S::kStages>(i - 1).stage],
+        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.value[sm90::Turn<S::kValueStages>(i - 1).stage],
                                              value_rows, row_before, thread);
         shared.value_ring.arrive_full(i - 1, thread);
       }
@@ -234,8 +235,11 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
     Weights<S::kKeys> weights;
     attend::OnlineSoftmax<1> softmax;
     attend::OnlineSoftmax<1> of_memory;
-    const auto stage_of = [&](int j) {
-      return sm90::Turn<S::kStages>(key_tiles + j).stage * kStage;
+    const auto key_of = [&](int j) {
+      return key + sm90::Turn<S::kStages>(key_tiles + j).stage * kStage;
+    };
+    const auto value_of = [&](int j) {
+      return value + sm90::Turn<S::kValueStages>(key_tiles + j).stage * kStage;
     };
     // Replaces the products of key tile j by weights.
     const auto weigh = [&](int j) {
@@ -263,7 +267,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
       turns.wait();
       ptx::fence_accumulators(s);
       ptx::wgmma_fence();
-      multiply_keys<dtype, kDim>(s, query, key + stage_of(0));
+      multiply_keys<dtype, kDim>(s, query, key_of(0));
       turns.give();
       ptx::wgmma_wait<0>();
       weigh(0);
@@ -278,8 +282,8 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         ptx::fence_accumulators(out);
         weights.fence();
         ptx::wgmma_fence();
-        multiply_keys<dtype, kDim>(s, query, key + stage_of(j));
-        multiply_values<dtype, kDim>(out, weights, value + stage_of(j - 1));
+        multiply_keys<dtype, kDim>(s, query, key_of(j));
+        multiply_values<dtype, kDim>(out, weights, value_of(j - 1));
         turns.give();
         ptx::wgmma_wait<1>();
         const auto rescaling = weigh(j);
@@ -297,7 +301,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
       ptx::fence_accumulators(out);
       weights.fence();
       ptx::wgmma_fence();
-      multiply_values<dtype, kDim>(out, weights, value + stage_of(tiles - 1));
+      multiply_values<dtype, kDim>(out, weights, value_of(tiles - 1));
       ptx::wgmma_wait<0>();
       ptx::fence_accumulators(out);
       weights.fence();
