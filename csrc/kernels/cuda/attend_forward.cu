@@ -26,18 +26,18 @@ cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
                 /*overlapped=*/true);
 }
 
-template <DType dtype, int kDim, int kHeads, KeyKind kKind>
+template <DType dtype, int kDim, KeyKind kKind>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
-  using Shape = attend::ForwardShape<kDim, kHeads>;
+  using Shape = attend::ForwardShape<kDim>;
   constexpr int kSharedBytes = Shape::shared_bytes(kKind == KeyKind::kGathered);
   static_assert(Shape::kBlocksPerSm * (kSharedBytes + kReservedBytes) <= kSharedBytesOfA100);
-  attend::ForwardGrid grid = attend::grid_of(params, Shape::kHeadRows, kHeads);
+  attend::ForwardGrid grid = attend::grid_of(params, Shape::kRows, kKind == KeyKind::kGathered);
   float& scale = grid.params.scale_log2;
   grid.negate = scale < 0.0F;
   if (grid.negate) scale = -scale;
   if (scale == 0.0F) scale = kLeastScale;
-  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kHeads, kKind>, kSharedBytes,
-                       grid, stream);
+  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kKind>, kSharedBytes, grid,
+                       stream);
 }
 
 template <KeyKind kKind>
@@ -62,13 +62,7 @@ cudaError_t launch_attend_forward(const AttendForwardParams& params, cudaStream_
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       const int64_t dim = std::max(params.key.dim, params.value.dim);
       return with_padded_dim<64, 96, 128, 256>(dim, [&](auto padded) {
-        // Tiles of rows of 256 elements have 64 rows as they are; of 96, two heads spill on 9.0.
-        if constexpr (kind() == KeyKind::kGathered && (padded() == 64 || padded() == 128)) {
-          if (attend::shares_lists(params, attend::ForwardShape<padded(), 1>::kRows)) {
-            return launch_tiles<dtype(), padded(), 2, kind()>(params, stream);
-          }
-        }
-        return launch_tiles<dtype(), padded(), 1, kind()>(params, stream);
+        return launch_tiles<dtype(), padded(), kind()>(params, stream);
       });
     });
   });

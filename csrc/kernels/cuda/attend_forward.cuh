@@ -1,9 +1,9 @@
 // Forward attention of 16-bit dtypes on tensor cores, for sm_80 and up.
 //
-// A block of 4 warps owns a tile of query rows of one head, or of two that share their keys, each
-// warp whole rows of it: logits, probabilities and outputs stay in its registers. Tiles of keys and
-// of values come by turns (keys of tile 0, values of tile 0, keys of tile 1, ...) through a ring of
-// three buffers: while one is multiplied the next two are on their way, and one barrier a buffer is
+// A block of 4 warps owns a tile of query rows, of heads that share their keys, each warp whole
+// rows of it: logits, probabilities and outputs stay in its registers. Tiles of keys and of values
+// come by turns (keys of tile 0, values of tile 0, keys of tile 1, ...) through a ring of three
+// buffers: while one is multiplied the next two are on their way, and one barrier a buffer is
 // enough.
 #pragma once
 
@@ -12,15 +12,13 @@
 namespace h2o_prefill::attend {
 
 // Sizes for rows of kDim elements, to which D and Dv are padded. 32 rows a warp let each fragment
-// of keys serve two products; rows of more than 128 leave registers for 16. A tile has rows of
-// kHeads query heads of a KV head.
-template <int kDim, int kHeads>
+// of keys serve two products; rows of more than 128 leave registers for 16.
+template <int kDim>
 struct ForwardShape {
   static constexpr int kUnits = kDim / tile::kUnitElements;
   static constexpr int kM = kDim <= 128 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kM;
   static constexpr int kRows = tile::kWarps * kWarpRows;
-  static constexpr int kHeadRows = kRows / kHeads;
   static constexpr int kKeys = kDim <= 128 ? 64 : 32;
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kStage = kKeys * kDim;  // elements of a buffer of the ring
@@ -29,12 +27,11 @@ struct ForwardShape {
   static constexpr int kTileElements = kRows * kDim + kStages * kStage;
   using Causal = CausalKeys<kWarpRows, kKeys>;
   using Limited = LimitedKeys<kWarpRows, kKeys>;
-  using Gathered = ListedKeys<kHeadRows, kKeys>;
+  using Gathered = ListedKeys<kRows, kKeys>;
 
-  // The query tile, which becomes the tile of outputs; the ring; a RowTile of each head; what
-  // ListedKeys keeps.
+  // The query tile, which becomes the tile of outputs; the ring; a RowTile; what ListedKeys keeps.
   static constexpr int shared_bytes(bool gathered) {
-    return 2 * kTileElements + kHeads * static_cast<int>(sizeof(RowTile)) +
+    return 2 * kTileElements + static_cast<int>(sizeof(RowTile)) +
            (gathered ? Gathered::kSharedBytes : 0);
   }
 };
@@ -47,10 +44,10 @@ __device__ __forceinline__ void negate(uint16_t* rows, int lane) {
   __syncwarp();
 }
 
-template <DType dtype, int kDim, int kHeads, KeyKind kKind>
-__global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kBlocksPerSm)
+template <DType dtype, int kDim, KeyKind kKind>
+__global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPerSm)
     attend_forward_kernel(const __grid_constant__ ForwardGrid grid) {
-  using Shape = ForwardShape<kDim, kHeads>;
+  using Shape = ForwardShape<kDim>;
   constexpr int kUnits = Shape::kUnits;
   constexpr int kM = Shape::kM;
   constexpr int kWarpRows = Shape::kWarpRows;
@@ -63,17 +60,13 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
   uint16_t* const query_tile = ptx::dynamic_shared<uint16_t>();
   uint16_t* const ring = query_tile + Shape::kRows * kDim;
   // Kept for the end, where it is read again.
-  RowTile* const shared_rows = reinterpret_cast<RowTile*>(query_tile + Shape::kTileElements);
+  RowTile& shared_rows = *reinterpret_cast<RowTile*>(query_tile + Shape::kTileElements);
   ptx::wait_for_earlier_launches();
-  const RowTile rows =
-      row_tile<Shape::kHeadRows, kKind != KeyKind::kCausal, kHeads>(grid, blockIdx.x);
+  const RowTile rows = row_tile<Shape::kRows, kKind>(grid, blockIdx.x);
   if (rows.count <= 0) return;
-  if (threadIdx.x < kHeads) {
-    shared_rows[threadIdx.x] = rows;
-    shared_rows[threadIdx.x].head += static_cast<int>(threadIdx.x);
-  }
   const int thread = static_cast<int>(threadIdx.x);
-  const Keys keys(p, rows, shared_rows + kHeads);
+  if (thread == 0) shared_rows = rows;
+  const Keys keys(p, rows, &shared_rows + 1);
   const tile::HeadRows key_rows = tile::head_rows(p.key, rows.batch, rows.kv_head, rows.key_begin);
   const tile::HeadRows value_rows =
       tile::head_rows(p.value, rows.batch, rows.kv_head, rows.key_begin);
@@ -84,13 +77,10 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
     tile::load<kKeys, kUnits>(ring + stage, value_rows, [&](int r) { return keys.row_of(j, r); });
   };
 
-#pragma unroll
-  for (int head = 0; head < kHeads; ++head) {
-    tile::load<Shape::kHeadRows, kUnits>(
-        query_tile + head * Shape::kHeadRows * kDim,
-        tile::head_rows(p.query, rows.batch, rows.head + head, rows.first),
-        [&](int r) { return r < rows.count ? r : -1; });
-  }
+  const TileUnits query(p.query, rows);
+  tile::load<Shape::kRows, kUnits>(query_tile, query.rows_of(p.query), [&](int r) {
+    return query.row_of(grid.place<kKind>(rows, r), rows.count);
+  });
   if constexpr (kGathered) {
     __syncthreads();
     keys.store(0, keys.prepare(0, thread));
@@ -102,11 +92,8 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
   if (keys.tiles > 0) load_values(0, kStage);
   ptx::cp_async_commit();
 
-  const int tile_row = thread / 32 * kWarpRows;
-  const int warp_head = kHeads > 1 ? tile_row / Shape::kHeadRows : 0;
-  const int warp_row = tile_row - warp_head * Shape::kHeadRows;  // of the head's rows
-  uint16_t* const warp_tile = query_tile + tile_row * kDim;
-  const RowTile& own_rows = shared_rows[warp_head];
+  const int warp_row = thread / 32 * kWarpRows;
+  uint16_t* const warp_tile = query_tile + warp_row * kDim;
   float out[kM][kUnits][4] = {};
   OnlineSoftmax<kM> softmax;
 
@@ -124,7 +111,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
 #pragma unroll 1
   for (int j = 0; j < keys.tiles; ++j) {
     if constexpr (kGathered) {
-      if (j == keys.memory_tiles) store_memory_lse(p, own_rows, softmax, warp_row);
+      if (j == keys.memory_tiles) store_memory_lse(grid, shared_rows, softmax, warp_row);
     }
     const int lane = tile::recomputed(thread % 32);
     float s[kM][Shape::kKeyTiles][4];
@@ -137,7 +124,13 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
     if (!masked) {
       tile::multiply_transposed<dtype, kUnits>(s, warp_tile, ring + stage, lane);
       if (p.cap_scale != 0.0F) tile::cap(s, p.cap_scale);
-      if (!keys.unmasked(j, warp_row)) mask(s, keys, j, warp_row, lane);
+      if (!keys.unmasked(j, warp_row)) {
+        if constexpr (kGathered) {
+          mask_gathered(s, *keys.shared, keys.slot_of(j), grid, shared_rows, warp_row, lane);
+        } else {
+          mask(s, keys, j, warp_row, lane);
+        }
+      }
       const auto rescaling = softmax.update(s, p.scale_log2);
       if (rescaling.is_needed()) rescaling.apply(out);
     }
@@ -153,12 +146,16 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim, kHeads>::kB
   }
   ptx::cp_async_wait<0>();
   if constexpr (kGathered) {
-    if (keys.tiles == keys.memory_tiles) store_memory_lse(p, own_rows, softmax, warp_row);
+    if (keys.tiles == keys.memory_tiles) store_memory_lse(grid, shared_rows, softmax, warp_row);
   }
   __syncthreads();
-  // The output takes the place of the query rows, which are the warp's own.
-  if (p.merge_with_out) load_result<kUnits, kWarpRows>(p, own_rows, warp_tile, warp_row);
-  store_result<dtype, kDim>(p, own_rows, out, softmax, warp_tile, warp_row);
+  // The output takes the place of the query rows, which are the warp's own. The number of the first
+  // one is found anew: the loop has no register for what follows from it.
+  const int out_row = tile::recomputed(thread) / 32 * kWarpRows;
+  if (p.merge_with_out) {
+    load_result<kKind, kUnits, kWarpRows>(grid, shared_rows, warp_tile, out_row);
+  }
+  store_result<dtype, kKind, kDim>(grid, shared_rows, out, softmax, warp_tile, out_row);
 }
 
 }  // namespace h2o_prefill::attend

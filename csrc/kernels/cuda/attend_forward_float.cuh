@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
   using Keys = KeysOf<Shape, kKind>;
   const AttendForwardParams& p = grid.params;
   ptx::wait_for_earlier_launches();
-  const RowTile rows = row_tile<Shape::kRows, kKind != KeyKind::kCausal>(grid, blockIdx.x);
+  const RowTile rows = row_tile<Shape::kRows, kKind>(grid, blockIdx.x);
   if (rows.count <= 0) return;
 
   const int dim = static_cast<int>(p.key.dim);

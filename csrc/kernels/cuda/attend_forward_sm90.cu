@@ -11,16 +11,17 @@
 namespace h2o_prefill {
 namespace {
 
-template <DType dtype, int kDim, int kHeads, attend::KeyKind kKind>
+template <DType dtype, int kDim, attend::KeyKind kKind>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
-  using Shape = attend_sm90::Shape<kDim, kHeads>;
-  const attend::ForwardGrid grid = attend::grid_of(params, Shape::kHeadRows, kHeads);
+  using Shape = attend_sm90::Shape<kDim>;
+  const attend::ForwardGrid grid =
+      attend::grid_of(params, Shape::kRows, kKind == attend::KeyKind::kGathered);
   if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
   int multiprocessors = 0;
   const cudaError_t error = count_multiprocessors(multiprocessors);
   if (error != cudaSuccess) return error;
   const uint32_t blocks = std::min(grid.row_tiles(), static_cast<uint32_t>(multiprocessors));
-  return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kHeads, kKind>, dim3(blocks),
+  return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kKind>, dim3(blocks),
                 dim3(sm90::kThreads), sm90::shared_bytes<typename Shape::Shared>(), stream, grid,
                 /*overlapped=*/true);
 }
@@ -44,22 +45,15 @@ cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaSt
   return attend::with_key_kind(params, [&](auto kind) {
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       return with_padded_dim<64, 128>(widest(params), [&](auto padded) {
-        if constexpr (kind() == attend::KeyKind::kGathered) {
-          if (attend::shares_lists(params, sm90::kBlockRows)) {
-            return params.query.heads / params.key.heads % 4
-                       ? launch_tiles<dtype(), padded(), 2, kind()>(params, stream)
-                       : launch_tiles<dtype(), padded(), 4, kind()>(params, stream);
-          }
-        }
-        return launch_tiles<dtype(), padded(), 1, kind()>(params, stream);
+        return launch_tiles<dtype(), padded(), kind()>(params, stream);
       });
     });
   });
 }
 
 bool has_code_for_sm90a() {
-  const auto kernel = &attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, 1,
-                                                               attend::KeyKind::kGathered>;
+  const auto kernel =
+      &attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, attend::KeyKind::kGathered>;
   cudaFuncAttributes attributes{};
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
          attributes.numRegs > sm90::kProducerRegisters;

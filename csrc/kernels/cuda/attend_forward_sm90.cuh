@@ -18,17 +18,15 @@ using attend::ForwardGrid;
 using attend::KeyKind;
 using attend::RowTile;
 
-// Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded. A tile has rows of
-// kHeads query heads of a KV head, 1, 2 or 4: of more than one where blocks of fewer rows than a
-// tile recall keys, since the rows of a tile share the lists of all their blocks.
-template <int kDim, int kHeads>
+// Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded.
+template <int kDim>
 struct Shape {
   static constexpr int kSlabs = kDim / layout_sm90::kSlabColumns;
   static constexpr int kUnits = kDim / tile::kUnitElements;
   static constexpr int kRows = sm90::kBlockRows;
-  static constexpr int kHeadRows = kRows / kHeads;
   static constexpr int kKeys = 128;
   static constexpr int kStages = 2;
+  static constexpr int kValueStages = 3;  // keys are needed first, and wait for no space of values
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
 
   // A tile of keys is resolved before there is space for it, while the tiles in the ring are used.
@@ -36,39 +34,38 @@ struct Shape {
   static_assert(kSlots > kStages);
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
   using Limited = attend::LimitedKeys<sm90::kGroupRows, kKeys>;
-  using Gathered = attend::GatheredKeys<kHeadRows, kKeys, kSlots>;
+  using Gathered = attend::GatheredKeys<kRows, kKeys, kSlots>;
 
   // In the block's shared memory.
   struct Shared {
     uint16_t query[kRows * kDim];
     uint16_t key[kStages][kKeys * kDim];
-    uint16_t value[kStages][kKeys * kDim];
+    uint16_t value[kValueStages][kKeys * kDim];
     uint16_t result[kRows * kDim];  // each warp's rows are its own
     typename Gathered::Shared gathered;
     int memory_tiles;  // of the row tile whose query is there
     int tiles;
     sm90::RingBarriers<1> query_ring;  // of the query and the two numbers
     sm90::RingBarriers<kStages> key_ring;
-    sm90::RingBarriers<kStages> value_ring;
+    sm90::RingBarriers<kValueStages> value_ring;
   };
 };
 
 // Calls use(rows) for every row tile of this block.
-template <int kHeadRows, int kHeads, KeyKind kKind, typename Use>
+template <KeyKind kKind, typename Use>
 __device__ __forceinline__ void for_each_row_tile(const ForwardGrid& grid, const Use& use) {
 #pragma unroll 1
   for (uint32_t number = blockIdx.x; number < grid.row_tiles(); number += gridDim.x) {
-    const RowTile rows =
-        attend::row_tile<kHeadRows, kKind != KeyKind::kCausal, kHeads>(grid, number);
+    const RowTile rows = attend::row_tile<sm90::kBlockRows, kKind>(grid, number);
     if (rows.count > 0) use(rows);
   }
 }
 
 // The first warpgroup.
-template <int kDim, int kHeads, KeyKind kKind>
-__device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& shared,
+template <int kDim, KeyKind kKind>
+__device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
                                         const ForwardGrid& grid, int thread) {
-  using S = Shape<kDim, kHeads>;
+  using S = Shape<kDim>;
   using Keys = attend::KeysOf<S, kKind>;
   constexpr bool kGathered = kKind == KeyKind::kGathered;
   const AttendForwardParams& p = grid.params;
@@ -77,7 +74,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
   };
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](const RowTile& rows) {
+  for_each_row_tile<kKind>(grid, [&](const RowTile& rows) {
     if constexpr (kGathered) sync();  // nobody looks up keys of the last row tile
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
@@ -105,13 +102,10 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
     const int own = sm90::row_of_lane(thread);
     typename Keys::Lookup lookup = keys.prepare(0, own);
     shared.query_ring.wait_for_space(row_tiles);
-#pragma unroll
-    for (int head = 0; head < kHeads; ++head) {
-      sm90::copy_rows<S::kHeadRows, S::kSlabs, S::kRows>(
-          shared.query + head * S::kHeadRows * layout_sm90::kSlabColumns,
-          tile::head_rows(p.query, rows.batch, rows.head + head, rows.first),
-          own < rows.count ? own : -1, thread);
-    }
+    const attend::TileUnits query(p.query, rows);
+    sm90::copy_rows<S::kRows, S::kSlabs>(shared.query, query.rows_of(p.query),
+                                         query.row_of(grid.place<kKind>(rows, own), rows.count),
+                                         thread);
     if (thread == 0) {
       shared.memory_tiles = memory_tiles;
       shared.tiles = keys.tiles;
@@ -136,7 +130,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
       }
       if (j > 0) {
         shared.value_ring.wait_for_space(i - 1);
-        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.value[sm90::Turn<S::kStages>(i - 1).stage],
+        sm90::copy_rows<S::kKeys, S::kSlabs>(shared.value[sm90::Turn<S::kValueStages>(i - 1).stage],
                                              value_rows, row_before, thread);
         shared.value_ring.arrive_full(i - 1, thread);
       }
@@ -151,9 +145,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
 
 // Issues s = Q K^T, 64 rows by one tile of keys, as one group.
 template <DType dtype, int kDim>
-__device__ __forceinline__ void multiply_keys(float (&s)[Shape<kDim, 1>::kKeys / 2], uint64_t query,
+__device__ __forceinline__ void multiply_keys(float (&s)[Shape<kDim>::kKeys / 2], uint64_t query,
                                               uint64_t key) {
-  using S = Shape<kDim, 1>;
+  using S = Shape<kDim>;
 #pragma unroll
   for (int k = 0; k < kDim / 16; ++k) {
     ptx::wgmma_m64n128k16<dtype>(s, query + layout_sm90::descriptor_step(k, S::kRows),
@@ -188,10 +182,10 @@ struct Weights {
 // Issues out += P V as one group.
 template <DType dtype, int kDim>
 __device__ __forceinline__ void multiply_values(float (&out)[kDim / 2],
-                                                const Weights<Shape<kDim, 1>::kKeys>& weights,
+                                                const Weights<Shape<kDim>::kKeys>& weights,
                                                 uint64_t value) {
 #pragma unroll
-  for (int k = 0; k < Shape<kDim, 1>::kKeys / 16; ++k) {
+  for (int k = 0; k < Shape<kDim>::kKeys / 16; ++k) {
     ptx::wgmma_rows_of_b<dtype>(out, weights.a[k], value + layout_sm90::descriptor_row_step(k));
   }
   ptx::wgmma_commit();
@@ -204,10 +198,10 @@ __device__ __forceinline__ float (&by_tiles(float (&c)[n]))[1][n / 4][4] {
 }
 
 // Warpgroup `group` of the consumers.
-template <DType dtype, int kDim, int kHeads, KeyKind kKind>
-__device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& shared,
+template <DType dtype, int kDim, KeyKind kKind>
+__device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
                                         const ForwardGrid& grid, int group, int thread) {
-  using S = Shape<kDim, kHeads>;
+  using S = Shape<kDim>;
   constexpr bool kGathered = kKind == KeyKind::kGathered;
   // The producer keeps positions of gathered keys in shared memory.
   using Keys = std::conditional_t<kGathered, typename S::Causal, attend::KeysOf<S, kKind>>;
@@ -220,18 +214,16 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
   const uint64_t value =
       layout_sm90::slab_rows_descriptor(ptx::shared_address(shared.value[0]), S::kKeys);
   const int lane = thread % 32;
-  const int tile_row = group * sm90::kGroupRows + thread / 32 * kWarpRows;
-  const int warp_row = tile_row % S::kHeadRows;  // of the head's rows
-  uint16_t* const warp_tile = shared.result + tile_row * kDim;
+  const int warp_row = group * sm90::kGroupRows + thread / 32 * kWarpRows;
+  uint16_t* const warp_tile = shared.result + warp_row * kDim;
   const sm90::Turns turns{group};
   turns.begin();
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](RowTile rows) {
-    rows.head += tile_row / S::kHeadRows;
+  for_each_row_tile<kKind>(grid, [&](const RowTile& rows) {
     __syncwarp();  // all lanes have stored the last result
     if (p.merge_with_out) {
-      attend::load_result<S::kUnits, kWarpRows>(p, rows, warp_tile, warp_row);
+      attend::load_result<kKind, S::kUnits, kWarpRows>(grid, rows, warp_tile, warp_row);
     }
     const Keys keys(p, rows, nullptr);
     shared.query_ring.wait_for_tile(row_tiles);
@@ -243,8 +235,11 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
     Weights<S::kKeys> weights;
     attend::OnlineSoftmax<1> softmax;
     attend::OnlineSoftmax<1> of_memory;
-    const auto stage_of = [&](int j) {
-      return sm90::Turn<S::kStages>(key_tiles + j).stage * kStage;
+    const auto key_of = [&](int j) {
+      return key + sm90::Turn<S::kStages>(key_tiles + j).stage * kStage;
+    };
+    const auto value_of = [&](int j) {
+      return value + sm90::Turn<S::kValueStages>(key_tiles + j).stage * kStage;
     };
     // Replaces the products of key tile j by weights.
     const auto weigh = [&](int j) {
@@ -253,7 +248,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
       if constexpr (kGathered) {
         const int slot = static_cast<uint32_t>(key_tiles + j) % S::kSlots;
         if (j >= memory_tiles || !shared.gathered.has_all(slot)) {
-          attend::mask(by_tiles(s), shared.gathered, slot, warp_row, lane);
+          attend::mask_gathered(by_tiles(s), shared.gathered, slot, grid, rows, warp_row, lane);
         }
       } else if (!keys.unmasked(j, warp_row)) {
         attend::mask(by_tiles(s), keys, j, warp_row, lane);
@@ -272,7 +267,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
       turns.wait();
       ptx::fence_accumulators(s);
       ptx::wgmma_fence();
-      multiply_keys<dtype, kDim>(s, query, key + stage_of(0));
+      multiply_keys<dtype, kDim>(s, query, key_of(0));
       turns.give();
       ptx::wgmma_wait<0>();
       weigh(0);
@@ -287,8 +282,8 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
         ptx::fence_accumulators(out);
         weights.fence();
         ptx::wgmma_fence();
-        multiply_keys<dtype, kDim>(s, query, key + stage_of(j));
-        multiply_values<dtype, kDim>(out, weights, value + stage_of(j - 1));
+        multiply_keys<dtype, kDim>(s, query, key_of(j));
+        multiply_values<dtype, kDim>(out, weights, value_of(j - 1));
         turns.give();
         ptx::wgmma_wait<1>();
         const auto rescaling = weigh(j);
@@ -306,7 +301,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
       ptx::fence_accumulators(out);
       weights.fence();
       ptx::wgmma_fence();
-      multiply_values<dtype, kDim>(out, weights, value + stage_of(tiles - 1));
+      multiply_values<dtype, kDim>(out, weights, value_of(tiles - 1));
       ptx::wgmma_wait<0>();
       ptx::fence_accumulators(out);
       weights.fence();
@@ -314,17 +309,18 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
     }
     key_tiles += tiles;
     ++row_tiles;
-    if constexpr (kGathered) attend::store_memory_lse(p, rows, of_memory, warp_row);
-    attend::store_result<dtype, kDim>(p, rows, by_tiles(out), softmax, warp_tile, warp_row);
+    if constexpr (kGathered) attend::store_memory_lse(grid, rows, of_memory, warp_row);
+    attend::store_result<dtype, kKind, kDim>(grid, rows, by_tiles(out), softmax, warp_tile,
+                                             warp_row);
   });
   turns.end();
 }
 
-template <DType dtype, int kDim, int kHeads, KeyKind kKind>
+template <DType dtype, int kDim, KeyKind kKind>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     attend_forward_sm90_kernel(const __grid_constant__ ForwardGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  auto& shared = sm90::aligned_shared<typename Shape<kDim, kHeads>::Shared>();
+  auto& shared = sm90::aligned_shared<typename Shape<kDim>::Shared>();
   if (threadIdx.x == 0) {
     shared.query_ring.init();
     shared.key_ring.init();
@@ -336,10 +332,10 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {
     ptx::decrease_registers<sm90::kProducerRegisters>();
-    produce<kDim, kHeads, kKind>(shared, grid, thread);
+    produce<kDim, kKind>(shared, grid, thread);
   } else {
     ptx::increase_registers<sm90::kConsumerRegisters>();
-    consume<dtype, kDim, kHeads, kKind>(shared, grid, warpgroup - 1, thread);
+    consume<dtype, kDim, kKind>(shared, grid, warpgroup - 1, thread);
   }
 #endif
 }

@@ -35,7 +35,8 @@ cudaError_t with_key_kind(const AttendForwardParams& params, const Visitor& visi
   return visit(KindConstant<KeyKind::kCausal>());
 }
 
-// Rows of the call that one block works on, of query head `head` of batch row `batch`.
+// Rows of the call that one block works on, of batch row `batch`: of query head `head`, or of the
+// heads of its KV head from there on (see PlaceInTile).
 struct alignas(16) RowTile {
   int batch;
   int head;
@@ -44,6 +45,7 @@ struct alignas(16) RowTile {
   int count;
   int position;   // absolute, of the first row
   int key_begin;  // the first key of a causal range that a row of the tile sees
+  int lead;       // of the first row, heads that the tile before has
 };
 
 // The keys of a range, which need no lookup.
@@ -125,13 +127,20 @@ struct CausalKeys : KeyRange<kKeys> {
 
 // The tiles of kRows rows of the memory set, then of the recalled keys of all the rows' blocks.
 //
-// Shared memory holds for a tile, in one of kSlots slots, the rows of the query tile that see each
-// key: the first one in the low byte, the last one in the high byte.
+// Shared memory holds for a tile, in one of kSlots slots, a code of the rows of the query tile that
+// see each key.
 template <int kRows, int kKeys, int kSlots>
 struct GatheredKeys {
-  static constexpr uint16_t kAllRows = (kRows - 1) << 8;
-  static constexpr uint16_t kNoRow = 0xFF;
-  static_assert(kRows <= kNoRow);
+  static_assert(kRows <= 128);
+
+  // 127 + first in the low byte, 127 - last in the high one: taking `row` from the low byte and
+  // adding it to the high one sets the top bit of one unless first <= row <= last. No byte
+  // overflows, so that one addition tests two codes.
+  __device__ __forceinline__ static constexpr uint16_t code_of(int first, int last) {
+    return static_cast<uint16_t>((127 - last) << 8 | (127 + first));
+  }
+  static constexpr uint16_t kAllRows = code_of(0, kRows - 1);
+  static constexpr uint16_t kNoRow = code_of(127, 0);
 
   struct Lookup {
     int32_t position;
@@ -140,7 +149,7 @@ struct GatheredKeys {
 
   // In shared memory, not in registers.
   struct Shared {
-    uint16_t visible[kSlots][kKeys];
+    alignas(4) uint16_t visible[kSlots][kKeys];
     int64_t memory;       // element of `indices` where the head's memory set begins
     int position;         // absolute, of the tile's first row
     int recall_end;       // of the pass's first row: keys from here on are not recalled
@@ -154,9 +163,15 @@ struct GatheredKeys {
     __device__ __forceinline__ bool has_all(int slot) const {
       return visible[slot][kKeys - 1] != kNoRow;
     }
-    __device__ __forceinline__ bool is_visible(int slot, int r, int row) const {
-      const int rows = visible[slot][r];
-      return row >= (rows & 0xFF) && row <= rows >> 8;
+    // The codes of keys r and r + 1; r is even.
+    __device__ __forceinline__ uint32_t codes(int slot, int r) const {
+      const uint16_t* const first = visible[slot] + r;
+      return *reinterpret_cast<const uint32_t*>(first);
+    }
+    // What to add to codes, so that sees() tells whether the row sees key r + i.
+    __device__ __forceinline__ static uint32_t test_of(int row) { return row * 0x00FF00FFU; }
+    __device__ __forceinline__ static bool sees(uint32_t tested, int i) {
+      return (tested >> 16 * i & 0x8080) == 0;
     }
   };
 
@@ -247,7 +262,7 @@ struct GatheredKeys {
     return j < memory_tiles && shared->has_all(slot_of(j));
   }
   __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
-    return shared->is_visible(slot_of(j), r, row);
+    return Shared::sees(shared->visible[slot_of(j)][r] + Shared::test_of(row), 0);
   }
 
  private:
@@ -258,7 +273,7 @@ struct GatheredKeys {
     const int begin = shared->first_block_row + block_of(shared->first_entry + i) * block_rows;
     const int first = max(lookup.visible_from - shared->position, max(begin, 0));
     const int last = min(begin + block_rows, kRows) - 1;
-    return first <= last ? static_cast<uint16_t>(first | last << 8) : kNoRow;
+    return first <= last ? code_of(first, last) : kNoRow;
   }
 
   // The block, counted from the first one, whose list has entry i.
@@ -276,20 +291,21 @@ struct GatheredKeys {
     return low;
   }
 
-  // As unsigned numbers, absent members are the highest: the whole list is ascending.
+  // As unsigned numbers, absent members are the highest: the whole list is ascending. All lanes
+  // take equally many steps, which saves the instructions of branches that diverge.
   __device__ __forceinline__ bool in_memory(int32_t position) const {
-    const int32_t* memory = p.memory.positions + shared->memory;
-    const int width = static_cast<int>(p.memory.width);
-    int low = 0, high = width;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (static_cast<uint32_t>(memory[middle]) < static_cast<uint32_t>(position)) {
-        low = middle + 1;
-      } else {
-        high = middle;
+    const int32_t* member = p.memory.positions + shared->memory;
+    uint32_t count = min(static_cast<int>(p.memory.width), memory_tiles * kKeys);
+    if (count == 0) return false;
+    while (count > 1) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {  // the last ones may halve 1, which is in vain
+        const int32_t* const middle = member + count / 2;
+        if (static_cast<uint32_t>(*middle) <= static_cast<uint32_t>(position)) member = middle;
+        count -= count / 2;
       }
     }
-    return low < width && memory[low] == position;
+    return *member == position;
   }
 };
 

@@ -204,6 +204,8 @@ TEST_P(Attention, MemorySets) {
                      {.scatter_add = group == 3, .reduce_max = group != 1});
     }
     check_gathered({dtype, 130, 90, 64, 64, 4}, 80, 80, {.scatter_add = true, .reduce_max = true});
+    // Groups of more heads than a tile takes rows of.
+    for (const int64_t heads : {512, 513}) check_gathered({dtype, 1, 9, 8, 8, heads, 1}, 8, 5);
   }
 }
 
@@ -216,6 +218,8 @@ TEST_P(Attention, RecalledKeys) {
           RecallCase{{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 140, 133},
           RecallCase{{dtype, 100, 400, 128, 64, 4, 1}, 128, 64, 300, 70, 50},
           RecallCase{{dtype, 60, 200, 64, 64, 8, 2}, 32, 16, 50, 70, 50},
+          RecallCase{{dtype, 140, 250, 64, 64, 6, 2, 2, true}, 70, 35, 100, 70, 50},
+          RecallCase{{dtype, 100, 300, 128, 72, 7, 1}, 96, 32, 200, 70, 50},
           RecallCase{{dtype, 150, 220, widest, 64}, 150, 150, 200, 70, 0},
           RecallCase{{dtype, 70, 170}, 70, 35, 150, 0, 0},
           RecallCase{{dtype, 70, 170, 128, 128, 2, 1}, 70, 35, 150, 0, 0}}) {
