@@ -21,7 +21,6 @@ export CTEST_PARALLEL_LEVEL := $(JOBS)
 PIP := python -m pip --quiet --retries 10
 # One thread a worker; where a test sets more, those that wait leave the processor to others.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive pytest --numprocesses $(JOBS) --dist worksteal
-# Tests start many interpreters, which need not compile the same modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
@@ -89,7 +88,6 @@ test-fuzz: dev
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0,allocator_may_return_null=1,hard_rss_limit_mb=6144 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH=$(abspath build/sanitize/package) H2O_FUZZ_CASES=$(CASES) $(PYTEST) tests/fuzz
-# The plugin inside of vLLM, in an environment of its own.
 test-vllm:
 	PYTHON=$(PYTHON) MAX_JOBS=$(JOBS) tests/vllm/run.sh build/vllm
 # The tests of the integration under another transformers: VERSION, by default the lowest supported.
