@@ -93,8 +93,14 @@ class MachineCode:
         """Return the registers that an instruction names, and those after them that it takes."""
         wide = {".128": 4, ".64": 2, "WIDE": 2}
         count = max((n for name, n in wide.items() if name in self.operations[i]), default=1)
-        named = REGISTER.findall(self.operands[i])
-        return {int(number) + more for number in named for more in range(count)}
+        found = set()
+        for named in REGISTER.finditer(self.operands[i]):
+            before, after = self.operands[i][: named.start()], self.operands[i][named.end() :]
+            # An address has one register, or a pair named R2.64.
+            in_address = before.count("[") > before.count("]")
+            more = 1 + after.startswith(".64") if in_address else count
+            found |= set(range(int(named[1]), int(named[1]) + more))
+        return found
 
     def states(self) -> Iterator[tuple[int, frozenset[int]]]:
         """Go through instructions, with the registers of asynchronous products under way there.
