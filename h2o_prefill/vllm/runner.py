@@ -151,9 +151,11 @@ class Steps:
 
     def _prompt(self, request: str) -> Prompt | None:
         held = self._requests.get(request)
-        tokens = held and held.prompt_token_ids
-        if held is None or tokens is None or held.prompt_is_token_ids is not None:
-            return None  # Embeddings, or a request that only warms a model up.
+        if held is None:
+            return None  # It only warms a model up.
+        tokens = held.prompt_token_ids
+        if tokens is None or held.prompt_is_token_ids is not None:
+            return None  # Embeddings.
         known = self._prompts.get(request)
         if known is None or len(known.tokens) != len(tokens):
             choice, lora = choice_of(held.sampling_params), held.lora_request
@@ -205,7 +207,7 @@ def with_steps(kind: Any) -> Any:
 
 
 def install() -> None:
-    """Wrap the methods of vLLM, once in each process."""
+    """Wrap the functions of vLLM, once in each process."""
     process = InputProcessor.process_inputs
     scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
     state_of = model_states.resolve_model_state_cls

@@ -120,6 +120,25 @@ def test_steps_give_what_one_call_gives(settings, length):
     assert found[1].equal(found[0]) and found[2].equal(found[0])
 
 
+def test_a_batch_gives_what_its_requests_give_alone():
+    planner = make_planner("recommended")
+    lengths = [3 * CHUNK + 7, 10, 2 * CHUNK, 2 * CHUNK + 3, 3 * CHUNK]
+    asked = [None, None, "exact", "dense", SPARSE["h2o"]]
+    prompts = [
+        make_prompt(planner, tokens_of(length, i), str(i), settings)
+        for i, (length, settings) in enumerate(zip(lengths, asked, strict=True))
+    ]
+    ends = [[min(2 * CHUNK, x), x] for x in lengths]
+    first = step(planner, *((p, 0, end[0]) for p, end in zip(prompts, ends, strict=True)))
+    assert [x is not None for x in first] == [True, False, True, False, True]
+    second = step(planner, (prompts[4], *ends[4]), (prompts[0], *ends[0]))
+    for i, last in (0, second[1]), (4, second[0]):
+        alone = run(make_planner("recommended"), prompts[i], ends[i])
+        assert torch.cat([first[i], last], dim=1).equal(alone)
+    counted = {kind: planner.counters[f"{kind}_tokens"] for kind in ("sparse", "exact", "lost")}
+    assert counted == {"sparse": lengths[0] + lengths[4], "exact": lengths[2], "lost": 0}
+
+
 @pytest.mark.parametrize("settings", SPARSE)
 def test_prefixes_give_what_prompts_from_nothing_give(settings):
     drawn = random.Random(1)
@@ -255,9 +274,15 @@ def test_states_stay_below_a_number_of_bytes():
     one = planner.checkpoints.nbytes // 2
     assert one > 0 and one * 2 == planner.counters["checkpoint_bytes"]
     bounded = make_planner(max_bytes=5 * one)
-    for seed in range(20):
-        run(bounded, make_prompt(bounded, tokens_of(2 * CHUNK, seed), str(seed)), [2 * CHUNK])
-        assert len(bounded.checkpoints) <= 5 + 2 and bounded.checkpoints.nbytes <= 5 * one
+    for seed in range(200):
+        prompt = make_prompt(bounded, tokens_of(2 * CHUNK, seed), str(seed))
+        if seed % 3:
+            run(bounded, prompt, [2 * CHUNK])
+        else:
+            step(bounded, (prompt, 0, CHUNK))  # a client that leaves
+        bounded.forget(str(seed))
+        assert len(bounded.checkpoints) <= 5 + 2 and len(bounded) == 0
+        assert bounded.checkpoints.nbytes <= 5 * one
     with pytest.raises(ValueError, match="max_bytes must be >= 0, got -1"):
         Checkpoints(-1)
 
