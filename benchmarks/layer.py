@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 import typer
 from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
-from common.benchmark import Case, Plan, benchmark, new_app
+from common.benchmark import SHAPES, Case, Plan, benchmark, new_app
 from common.compare import compare
 from common.machine import (
     allocated_bytes,
@@ -119,7 +119,15 @@ def _prefill_row(
     return row, sum(map(timings.median, calls))
 
 
-@benchmark(app, "crossover", "dtype", "shape", "device", lengths=CROSSOVER_LENGTHS, seconds=10.0)
+@benchmark(
+    app,
+    "crossover",
+    "dtype",
+    "device",
+    shape=",".join(SHAPES),
+    lengths=CROSSOVER_LENGTHS,
+    seconds=10.0,
+)
 def crossover(plan: Plan) -> None:
     """Time the attention that min_prefill "auto" chooses against the fastest dense attention.
 

@@ -55,7 +55,13 @@ def _where(length: int, dtype: torch.dtype, threads: int) -> Row:
 @benchmark(
     app, "model", "preset", "device", **BOTH, lengths=((2048, 4096, 8192), (200,)), seconds=240.0
 )
-def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
+def prefill(
+    plan: Plan,
+    model: ModelOption = MODEL,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Layers of a model with random weights.")
+    ] = None,
+) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
 
     "exact" has every layer dense, by our dense kernel alone: how much of the factor is that kernel.
@@ -67,12 +73,16 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
     from common.random_models import RANDOM_MODELS, random_model
     from common.variants import prefill_variants
 
+    known = model in RANDOM_MODELS
+    if layers is not None and not known:
+        raise typer.BadParameter(f"--layers needs --model of {', '.join(RANDOM_MODELS)}")
     title = f"prefill of {model}, preset {plan.preset}; no_attention is the ceiling"
-    with Report(plan, title, **_options(plan, model)) as report:
+    with Report(plan, title, **_options(plan, model, layers=layers)) as report:
         for kind in plan.dtypes:
-            known = model in RANDOM_MODELS
             device = "cuda" if plan.on_gpu else "cpu"
-            network = random_model(model, kind) if known else load_model(model, kind, device)[0]
+            network = (
+                random_model(model, kind, layers) if known else load_model(model, kind, device)[0]
+            )
             network.to(device)
             for count in plan.each_threads():
                 last: tuple[int, float] | None = None

@@ -3,7 +3,7 @@
 # Each part takes three minutes or less. Needs a CUDA build of PyTorch, and nvcc where the package
 # at hand has no CUDA kernels: they are built first.
 #
-#   benchmarks/run_gpu.sh [--part tests|times|depth|crossover] [folder]
+#   benchmarks/run_gpu.sh [--part tests|times|depth|models|crossover] [folder]
 #
 # Logs and JSON go to the folder, by default build/gpu. PYTHON names the interpreter that has
 # PyTorch. What fails or runs out of time does not keep the rest from running; the exit status says
@@ -12,7 +12,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python3)}"
-parts=(tests times depth crossover)
+parts=(tests times depth models crossover)
 if [ "${1:-}" = --part ]; then
   parts=("$2")
   shift 2
@@ -97,8 +97,18 @@ depth() {
     bench "colsum_$path" 30 operators colsum --seconds 1
     bench "intra_chunk_$path" 30 operators intra_chunk --seconds 1
     bench "memory_$path" 30 operators memory --seconds 1
-    bench "model_$path" 60 models model --model llama3-8b-layers --preset recommended \
-      --dtype bfloat16 --lengths 8192,32768 --seconds 8
+  done
+}
+
+# Layers of Llama-3-8B, the last logits included: dense by PyTorch beside the presets.
+models() {
+  local model=(models model --model llama3-8b-layers --dtype bfloat16)
+  for path in "${paths[@]}"; do
+    local environment=($(on_path "$path"))
+    for preset in h2o recommended; do
+      bench "model_${preset}_$path" 60 "${model[@]}" --preset $preset --layers 6 --lengths 8192,32768 --seconds 6
+      bench "model_131072_${preset}_$path" 60 "${model[@]}" --preset $preset --layers 2 --lengths 131072 --seconds 6
+    done
   done
 }
 
@@ -106,7 +116,8 @@ depth() {
 crossover() {
   for path in "${paths[@]}"; do
     local environment=($(on_path "$path"))
-    bench "crossover_$path" 90 layer crossover --dtype bfloat16,float16 --seconds 2
+    bench "crossover_$path" 120 layer crossover --dtype bfloat16,float16 --seconds 1 \
+      --lengths 2048,4096,8192,16384,32768,65536
   done
 }
 

@@ -60,6 +60,8 @@ class Heads:
 SHAPES = {
     "smollm2": Heads("SmolLM2-135M", 30, 9, 3, 64),
     "llama3": Heads("Llama-3-8B", 32, 32, 8, 128),
+    "qwen2.5": Heads("Qwen2.5-7B", 28, 28, 4, 128),
+    "gemma3": Heads("Gemma-3-1B", 26, 4, 1, 256),
 }
 
 
@@ -160,7 +162,7 @@ _SHARED: dict[str, tuple[Any, Any, str]] = {
     "json": (Path | None, None, "The result. Default: in results/ here; none with --quick."),
     "threads": (str | None, None, "CPU threads, as 1,2. Default: 1, 2 and all cores."),
     "dtype": (str | None, None, f"Of {', '.join(DTYPES)}, with commas; else 2, on CUDA bfloat16."),
-    "shape": (str | None, None, f"Of {', '.join(SHAPES)}, with commas. Default: all."),
+    "shape": (str, "smollm2,llama3", f"Of {', '.join(SHAPES)}, with commas."),
     "lengths": (str | None, None, "Tokens, with commas, ascending where rows are by length."),
     "preset": (str, "h2o", f"Sparse prefill settings, of {', '.join(PRESETS)}."),
     "seconds": (float, 1.0, "Time to spend on a row."),
@@ -247,7 +249,7 @@ def make_plan(name: str, default_lengths: Lengths | None = None, **given: Any) -
         name=name,
         threads=parse_numbers("--threads", options["threads"], counts),
         dtypes=tuple(DTYPES[n] for n in choose("--dtype", options["dtype"], DTYPES, dtypes)),
-        shapes=tuple(SHAPES[n] for n in choose("--shape", options["shape"], SHAPES, SHAPES)),
+        shapes=tuple(SHAPES[n] for n in choose("--shape", options["shape"], SHAPES, ())),
         seconds=0.02 if quick else options["seconds"],
         quick=quick,
         json=json,

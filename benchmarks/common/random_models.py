@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -54,9 +55,12 @@ RANDOM_MODELS = {
 }
 
 
-def random_model(name: str, dtype: torch.dtype) -> Any:
-    """Return one of `RANDOM_MODELS`."""
+def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """Return one of `RANDOM_MODELS`, with its own number of layers or another one."""
     config, model, sizes = RANDOM_MODELS[name]
+    if layers is not None:
+        types = {"layer_types": list(islice(cycle(sizes.get("layer_types", [])), layers))}
+        sizes = sizes | {"num_hidden_layers": layers} | (types if "layer_types" in sizes else {})
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**_SHARED, **sizes))
     return made.to(dtype).eval()
