@@ -14,6 +14,7 @@
 #include "common/tensors.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
+#include "kernels/scored_rows.h"
 #include "kernels/widening.h"
 
 namespace h2o_prefill {
@@ -61,6 +62,7 @@ struct PrefillRequest : AttentionArguments {
   WideningRule widening() const { return widening_of(settings); }
   // The factors of all units.
   std::vector<int32_t> factors() const { return factors_of_heads(settings, errors, key.sizes()); }
+  ScoredRows scored_rows() const { return {settings.score_rows}; }
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
 
   // Maximum number of rows of a chunk, and of positions between two selections.

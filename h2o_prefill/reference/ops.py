@@ -151,7 +151,8 @@ def chunked_sparse_attention(
     options: dict[str, Any] = {"scale": scale, "sinks": grouped, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
-    tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
+    kind = (queries.dtype, q.device, config.gqa_reduce, config.score_rows)
+    tracker = ScoreTracker(batch, heads, total, *kind)
     if scores is not None:
         known = min(scores.shape[2], past)
         tracker.scores[:, :, :known] = scores[:, :, :known]

@@ -11,6 +11,7 @@
 #include "kernels/cpu/workspace.h"
 #include "kernels/key_sets.h"
 #include "kernels/params.h"
+#include "kernels/scored_rows.h"
 
 namespace h2o_prefill {
 
@@ -57,6 +58,7 @@ struct AttentionCall {
   float scale;
   const float* sinks;       // [Hq], a further logit of each head's denominators; null: none
   float softcap;            // logits z become softcap tanh(z / softcap); 0: they do not
+  ScoredRows scored{};      // whose weights column sums add up, of the rows of a pass
   bool reduce_max = false;  // column sums of a group: the maximum over its heads instead of the sum
   RecallView recall{};      // keys that passes with memory sets see besides
 };

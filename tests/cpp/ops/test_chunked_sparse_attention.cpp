@@ -13,6 +13,7 @@ struct Options {
   int64_t dense_tail = 0;
   std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";
+  int64_t score_rows = 1;
   int64_t recall_block = 8;
   RecallLists recall = {};
   int64_t error_rows = 0;
@@ -27,6 +28,7 @@ struct Options {
             .dense_tail = dense_tail,
             .wide = wide,
             .gqa_reduce = gqa_reduce,
+            .score_rows = score_rows,
             .recall_block = recall_block,
             .error_rows = error_rows};
   }
@@ -92,6 +94,7 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     Options o;
     o.dense_tail = 10;
     o.gqa_reduce = "max";
+    o.score_rows = 3;
     o.recall = recalled(tokens, 0, o.recall_block, 2);
     if (dim == 64) o.sinks = at::arange(4, at::kHalf);
     if (dim == 96) o.softcap = 1.5;
@@ -110,6 +113,7 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     Options o;
     o.wide = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
+    if (batch == 3) o.score_rows = 4;
     if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
     State got, wanted;
     int64_t begin = 0;
