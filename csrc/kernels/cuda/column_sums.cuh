@@ -109,6 +109,14 @@ __device__ __forceinline__ float offset_of(float lse) {
   return lse == kNegInf ? -kNegInf : lse * kLog2E;
 }
 
+// The lse of a row of the part's chunk.
+__device__ __forceinline__ float lse_of(const ColumnSumsParams& p, const Part& part, int head,
+                                        int row) {
+  const int64_t of_query = part.chunk_first + row;
+  const int64_t list = part.batch * p.query.heads + head;
+  return p.lse[list * p.lse_length + (p.lse_rows ? p.lse_rows[of_query] : of_query)];
+}
+
 // A query tile of some head of the part.
 template <int kRows>
 struct QueryTile {
@@ -198,8 +206,7 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   const auto load_offset = [&](const Part& part, const QueryTile<kRows>& query) {
     const int row = query.row + thread;
     if (thread >= kRows || row >= part.end_row) return -kNegInf;
-    const int64_t list = part.batch * p.query.heads + query.head;
-    return offset_of(p.lse[list * p.query.length + part.chunk_first + row]);
+    return offset_of(lse_of(p, part, query.head, row));
   };
   const auto store_offset = [&](int stage, float offset) {
     if (thread < kRows) shared.offsets[stage][thread] = offset;

@@ -51,8 +51,6 @@ __global__ void __launch_bounds__(tile::kThreads)
   const int key = part.first_key + lane;
   float total = 0.0F;
   for (int head = part.first_head; head < part.end_head; ++head) {
-    const float* const lse =
-        p.lse + (part.batch * p.query.heads + head) * p.query.length + part.chunk_first;
     float sum = 0.0F;
     for (int first = part.first_row; first < part.end_row; first += S::kRows) {
       __syncthreads();
@@ -68,7 +66,7 @@ __global__ void __launch_bounds__(tile::kThreads)
         const int row = first + warp * S::kWarpRows + r;
         if (row >= part.end_row || (!kGathered && row < key)) continue;
         if (p.cap_scale != 0.0F) s[r] = tanhf(s[r] * p.cap_scale);
-        sum += ptx::exp2(s[r] * p.scale_log2 - offset_of(lse[row]));
+        sum += ptx::exp2(s[r] * p.scale_log2 - offset_of(lse_of(p, part, head, row)));
       }
     }
     __syncthreads();
