@@ -84,7 +84,7 @@ class PrefillConfig:
         'Reduction of scores over the query heads that share a KV head: "sum" or "max".'
     )
     score_rows: int = _setting(
-        "Of so many consecutive queries of a chunk one, hashed, adds to scores; 1: all of them."
+        "Number of consecutive queries of a chunk of which one, hashed, adds to scores; 1: all do."
     )
     min_prefill: int | str | None = _setting(
         "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "

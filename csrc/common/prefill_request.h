@@ -14,7 +14,6 @@
 #include "common/tensors.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
-#include "kernels/scored_rows.h"
 #include "kernels/widening.h"
 
 namespace h2o_prefill {

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "kernels/scored_rows.h"
+#include "kernels/key_sets.h"
 
 namespace h2o_prefill::composite {
 

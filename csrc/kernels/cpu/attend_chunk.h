@@ -11,7 +11,6 @@
 #include "kernels/cpu/workspace.h"
 #include "kernels/key_sets.h"
 #include "kernels/params.h"
-#include "kernels/scored_rows.h"
 
 namespace h2o_prefill {
 

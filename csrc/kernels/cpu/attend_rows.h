@@ -8,8 +8,8 @@
 
 #include "kernels/cpu/inline.h"
 #include "kernels/cpu/linear_chunk.h"
+#include "kernels/key_sets.h"
 #include "kernels/params.h"
-#include "kernels/scored_rows.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
