@@ -16,15 +16,16 @@ namespace {
 // Rows of a step and keys of a set, chosen so that the logits of a row block stay in L2.
 constexpr int64_t kStep = 1024;
 
-// Whether packing the keys pays against PyTorch's attention, which packs nothing for few rows but
+// Whether these kernels are faster than PyTorch's attention, which packs no keys for few rows but
 // copies grouped KV heads, and which has no fast path for float16 or a single row of bfloat16.
-bool packing_pays(const AttentionArguments& x) {
+bool is_faster(const AttentionArguments& x) {
   const at::Tensor &q = x.query, &k = x.key;
   const int64_t group = q.size(1) / k.size(1);
-  const int64_t rows = q.size(2) * group;  // that share packed keys
+  const bool is_bfloat16 = q.scalar_type() == at::kBFloat16;
   if (q.scalar_type() == at::kHalf) return true;
-  if (q.scalar_type() == at::kBFloat16) return q.size(2) == 1 || rows >= 16;
-  return rows >= (group > 1 ? 16 : 64);
+  if (q.size(2) == 1) return is_bfloat16 || group > 1;
+  const int64_t rows = q.size(2) * group;  // that share packed keys
+  return rows >= (is_bfloat16 || group > 1 ? 16 : 64);
 }
 
 // The key ranges of a step's rows, as far as a row's window reaches: their own first, then the
@@ -165,7 +166,7 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(const AttentionA
 }
 
 at::Tensor dense_attention_cpu(const AttentionArguments& x) {
-  if (x.query.scalar_type() == at::kDouble || x.is_empty() || (x.is_plain() && !packing_pays(x))) {
+  if (x.query.scalar_type() == at::kDouble || x.is_empty() || (x.is_plain() && !is_faster(x))) {
     return composite::dense_attention(x);
   }
   return attend_in_window(x, /*window=*/x.total(), /*lse=*/{});
