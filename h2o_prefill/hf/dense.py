@@ -1,9 +1,10 @@
 """Dense attention: the attention function that the model had before, with the mask that it takes.
 
 On CPU, plain causal calls that would go to transformers' sdpa function go to `ops.dense_attention`
-instead. It gives the same but for rounding, and is faster in 16-bit, where PyTorch has no fast path
-for one row or for float16, and with many rows. Layers with a sliding window, or chunks, whatever
-their function, go to operators that visit no key outside of it.
+instead. It gives the same but for rounding, and is faster for one row of grouped heads, which
+PyTorch copies, in 16-bit, where it has no fast path for one row or for float16, and with many rows.
+Layers with a sliding window, or chunks, whatever their function, go to operators that visit no key
+outside of it.
 """
 
 from __future__ import annotations
