@@ -177,7 +177,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, co
       for (int left = count_query_tiles(part); left > 0; --left, ++number) {
         const int row = now.row + thread;
         float lse = kNegInf;  // it comes while the thread waits for space
-        if (row < part.end_row) lse = column_sums::lse_of(p, part, now.head, row);
+        if (row < part.end_row) {
+          lse = column_sums::PartLse<kGathered>(p, part, now.head).of(row);
+        }
         const int to = sm90::Turn<S::kStages>(number).stage;
         shared.query_ring.wait_for_space(number);
         sm90::copy_rows<kRows, S::kSlabs>(
