@@ -95,7 +95,6 @@ ColumnSumsParams column_sums_pass(const AttendForwardParams& pass, const float* 
   params.query = pass.query;
   params.key = pass.key;
   params.lse = lse;
-  params.lse_length = pass.query.length;
   params.scale_log2 = pass.scale_log2;
   params.cap_scale = pass.cap_scale;
   params.rows = pass.rows;

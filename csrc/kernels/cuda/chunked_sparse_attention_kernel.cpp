@@ -155,11 +155,13 @@ class ScoredQueries {
     pass.lse = lse_.const_data_ptr<float>();
   }
   // Leaves the other rows of a chunk out of a pass over memory sets.
-  void restrict_memory(ColumnSumsParams& pass) const {
-    pass.query = heads_view(query_);
-    pass.lse_rows = rows_.const_data_ptr<int64_t>();
-    pass.rows.begin = pass.rows.begin / chunk_size_ * of_chunk_;
-    pass.rows.count = scored_.count(pass.rows.count);
+  void restrict_memory(ColumnSumsParams& pass, const at::Tensor& lse) {
+    const int64_t begin = pass.rows.begin / chunk_size_ * of_chunk_;
+    const int64_t count = scored_.count(pass.rows.count);
+    lse_ = lse.index_select(2, rows_.narrow(0, begin, count));
+    pass.query = heads_view(query_.narrow(2, begin, count));
+    pass.lse = lse_.const_data_ptr<float>();
+    pass.rows = {.begin = 0, .count = count, .past = pass.rows.position()};
   }
 
  private:
@@ -168,7 +170,7 @@ class ScoredQueries {
   int64_t of_chunk_;  // rows of a whole chunk
   at::Tensor rows_;   // int64, of the call
   at::Tensor query_;  // [B, Hq, rows, D]
-  at::Tensor lse_;    // of all rows, -inf but for these
+  at::Tensor lse_;    // of the last pass
 };
 
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
@@ -215,7 +217,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         phase2.merge_with_out = true;
         stream.attend(phase2);
         sums = column_sums_pass(phase2, of_memory, scores, scores_stride);
-        if (scored) scored->restrict_memory(sums);
+        if (scored) scored->restrict_memory(sums, memory_lse);
         sums.scatter_add = true;
         sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();

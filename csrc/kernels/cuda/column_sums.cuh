@@ -109,24 +109,6 @@ __device__ __forceinline__ float offset_of(float lse) {
   return lse == kNegInf ? -kNegInf : lse * kLog2E;
 }
 
-// The lse of the rows of the part's chunk.
-template <bool kGathered>
-struct PartLse {
-  const float* lse;
-  const int64_t* rows;
-
-  __device__ __forceinline__ PartLse(const ColumnSumsParams& p, const Part& part, int head)
-      : lse(p.lse + (part.batch * p.query.heads + head) * p.lse_length),
-        rows(kGathered ? p.lse_rows : nullptr) {
-    if (rows) {
-      rows += part.chunk_first;
-    } else {
-      lse += part.chunk_first;
-    }
-  }
-  __device__ __forceinline__ float of(int row) const { return lse[rows ? rows[row] : row]; }
-};
-
 // A query tile of some head of the part.
 template <int kRows>
 struct QueryTile {
@@ -216,7 +198,8 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   const auto load_offset = [&](const Part& part, const QueryTile<kRows>& query) {
     const int row = query.row + thread;
     if (thread >= kRows || row >= part.end_row) return -kNegInf;
-    return offset_of(PartLse<kGathered>(p, part, query.head).of(row));
+    const int64_t list = part.batch * p.query.heads + query.head;
+    return offset_of(p.lse[list * p.query.length + part.chunk_first + row]);
   };
   const auto store_offset = [&](int stage, float offset) {
     if (thread < kRows) shared.offsets[stage][thread] = offset;

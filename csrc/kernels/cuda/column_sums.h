@@ -23,10 +23,8 @@ namespace h2o_prefill {
 struct ColumnSumsParams {
   HeadsView query;   // [B, Hq, Tq, D]
   HeadsView key;     // [B, Hkv, T, D], the history
-  const float* lse;  // [B, Hq, lse_length], natural, over the same keys; -inf: counts nothing
-  int64_t lse_length;
-  const int64_t* lse_rows;  // row of the lse for each row of the query; null: the same one
-  float scale_log2;         // as AttendForwardParams have it
+  const float* lse;  // [B, Hq, Tq], natural, over the same keys; -inf: the row counts nothing
+  float scale_log2;  // as AttendForwardParams have it
   float cap_scale;
   RowRange rows;
   bool gathered;

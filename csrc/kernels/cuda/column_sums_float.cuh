@@ -16,9 +16,9 @@ struct FloatShape {
   static constexpr int kRows = tile::kWarps * kWarpRows;
   static constexpr int kMaxDim = 256;
 
-  // Key rows an odd number of words apart, query rows and their offsets, the warps' sums.
+  // Key rows an odd number of words apart, query rows, the warps' sums.
   static constexpr int shared_bytes(int dim) {
-    return 4 * (kKeys * (dim | 1) + kRows * dim + kRows + tile::kWarps * kKeys);
+    return 4 * (kKeys * (dim | 1) + kRows * dim + tile::kWarps * kKeys);
   }
 };
 
@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(tile::kThreads)
   const int key_stride = dim | 1;
   float* const key_tile = ptx::dynamic_shared<float>();
   float* const query_tile = key_tile + S::kKeys * key_stride;
-  float* const offsets = query_tile + S::kRows * dim;
-  float* const warp_sums = offsets + S::kRows;
+  float* const warp_sums = query_tile + S::kRows * dim;
   attend::load_float_rows<S::kKeys>(
       key_tile, key_stride, p.key, part.batch, part.kv_head,
       kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key, [&](int r) {
@@ -52,27 +51,24 @@ __global__ void __launch_bounds__(tile::kThreads)
   const int key = part.first_key + lane;
   float total = 0.0F;
   for (int head = part.first_head; head < part.end_head; ++head) {
-    const PartLse<kGathered> lse(p, part, head);
+    const float* const lse =
+        p.lse + (part.batch * p.query.heads + head) * p.query.length + part.chunk_first;
     float sum = 0.0F;
     for (int first = part.first_row; first < part.end_row; first += S::kRows) {
       __syncthreads();
       attend::load_float_rows<S::kRows>(
           query_tile, dim, p.query, part.batch, head, part.chunk_first,
           [&](int r) { return first + r < part.end_row ? first + r : -1; });
-      if (threadIdx.x < S::kRows) {
-        const int row = first + static_cast<int>(threadIdx.x);
-        offsets[threadIdx.x] = row < part.end_row ? offset_of(lse.of(row)) : -kNegInf;
-      }
       __syncthreads();
       float s[S::kWarpRows];
       attend::float_products(s, query_tile + warp * S::kWarpRows * dim, dim,
                              key_tile + lane * key_stride, dim);
 #pragma unroll
       for (int r = 0; r < S::kWarpRows; ++r) {
-        const int row = warp * S::kWarpRows + r;
-        if (!kGathered && first + row < key) continue;
+        const int row = first + warp * S::kWarpRows + r;
+        if (row >= part.end_row || (!kGathered && row < key)) continue;
         if (p.cap_scale != 0.0F) s[r] = tanhf(s[r] * p.cap_scale);
-        sum += ptx::exp2(s[r] * p.scale_log2 - offsets[row]);
+        sum += ptx::exp2(s[r] * p.scale_log2 - offset_of(lse[row]));
       }
     }
     __syncthreads();

@@ -178,7 +178,8 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, co
         const int row = now.row + thread;
         float lse = kNegInf;  // it comes while the thread waits for space
         if (row < part.end_row) {
-          lse = column_sums::PartLse<kGathered>(p, part, now.head).of(row);
+          const int64_t list = part.batch * p.query.heads + now.head;
+          lse = p.lse[list * p.query.length + part.chunk_first + row];
         }
         const int to = sm90::Turn<S::kStages>(number).stage;
         shared.query_ring.wait_for_space(number);

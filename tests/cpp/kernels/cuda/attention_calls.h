@@ -106,7 +106,6 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   params.key = call.params.key;
   params.scale_log2 = call.params.scale_log2;
   params.cap_scale = call.params.cap_scale;
-  params.lse_length = call.params.query.length;
   params.rows = call.params.rows;
   params.gathered = call.params.gathered;
   params.causal = call.params.causal;
