@@ -102,13 +102,11 @@ depth() {
 
 # Layers of Llama-3-8B, the last logits included: dense by PyTorch beside the presets.
 models() {
-  local model=(models model --model llama3-8b-layers --dtype bfloat16)
-  for path in "${paths[@]}"; do
-    local environment=($(on_path "$path"))
-    for preset in h2o recommended; do
-      bench "model_${preset}_$path" 60 "${model[@]}" --preset $preset --layers 6 --lengths 8192,32768 --seconds 6
-      bench "model_131072_${preset}_$path" 60 "${model[@]}" --preset $preset --layers 2 --lengths 131072 --seconds 6
-    done
+  local model=(models model --model llama3-8b-layers --dtype bfloat16 --seconds 6)
+  local environment=($(on_path "${paths[-1]}"))
+  for preset in h2o recommended; do
+    bench "model_$preset" 60 "${model[@]}" --preset $preset --layers 6 --lengths 8192,32768
+    bench "model_131072_$preset" 60 "${model[@]}" --preset $preset --layers 2 --lengths 131072
   done
 }
 

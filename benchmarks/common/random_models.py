@@ -59,8 +59,9 @@ def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> An
     """Return one of `RANDOM_MODELS`, with its own number of layers or another one."""
     config, model, sizes = RANDOM_MODELS[name]
     if layers is not None:
-        types = {"layer_types": list(islice(cycle(sizes.get("layer_types", [])), layers))}
-        sizes = sizes | {"num_hidden_layers": layers} | (types if "layer_types" in sizes else {})
+        sizes = sizes | {"num_hidden_layers": layers}
+        if types := sizes.get("layer_types"):
+            sizes["layer_types"] = list(islice(cycle(types), layers))
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**_SHARED, **sizes))
     return made.to(dtype).eval()

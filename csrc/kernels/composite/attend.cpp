@@ -41,11 +41,9 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     weights = weights * share_of_keys(lse.flatten(1, 2), *options.sinks).view_as(lse.unsqueeze(-1));
   }
   if (options.scored.every > 1) {
-    const auto is_scored = at::empty({q.size(2), 1}, at::kBool);
-    for (int64_t row = 0; row < q.size(2); ++row) {
-      is_scored.data_ptr<bool>()[row] = options.scored.has(row);
-    }
-    weights = weights * is_scored.to(weights.device());
+    const int64_t count = options.scored.count(q.size(2));
+    const auto number = at::arange(count, q.options().dtype(at::kLong));
+    weights = weights.index_select(-2, options.scored.row(number));
   }
   const auto by_head = weights.sum(-2);
   return {out.flatten(1, 2), lse.flatten(1, 2),

@@ -20,7 +20,7 @@ from h2o_prefill.reference.memory import scored_rows
 S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
-OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max", "score_rows": 3}]
+OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}, {"score_rows": 3}]
 WIDE = {"wide": "1.0x3"}
 WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)

@@ -86,7 +86,7 @@ def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"
 @pytest.mark.parametrize("recalls", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sink_tokens": 2, "dense_tail": S + 9}, {"gqa_reduce": "max", "score_rows": 3}],
+    [{}, {"sink_tokens": 2, "dense_tail": S + 9}, {"gqa_reduce": "max"}, {"score_rows": 3}],
     ids=str,
 )
 def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
