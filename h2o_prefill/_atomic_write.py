@@ -57,5 +57,9 @@ def native_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error; C++ errors append a backtrace."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error, and the next one if it ends in a colon; or its class.
+
+    C++ errors append a backtrace.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

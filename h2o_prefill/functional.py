@@ -169,13 +169,6 @@ def token_rows(values: Any, device: Any = None) -> Tensor:
     return rows.unsqueeze(0) if rows.ndim == 1 else rows
 
 
-def recall_lists(
-    token_ids: Tensor, begin: int, config: PrefillConfig, token_text: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `ops.lexical_recall` of a prompt, int64 [B, T_total], for the call from `begin` on."""
-    return ops.lexical_recall(token_ids, begin, config, token_text)
-
-
 def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: int) -> RecallLists:
     """Return the lists of recalled keys of some rows of a call, from the first of a block on."""
     offsets, positions, visible_from = lists

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.state import CHUNKS, FACTOR_SUM
 
 
@@ -129,4 +130,4 @@ def find_recalled(
     prompt: Tensor, config: PrefillConfig, token_text: Tensor | None = None
 ) -> RecallLists:
     """Search a prompt, int64 [1, T], for the keys that a sparse prefill of it would recall."""
-    return recall_lists(prompt, 0, config, token_text) if config.recall else NO_RECALL
+    return ops.lexical_recall(prompt, 0, config, token_text) if config.recall else NO_RECALL

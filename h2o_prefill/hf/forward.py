@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from h2o_prefill import ops
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
 from h2o_prefill.hf.kinds import (
     NAME,
@@ -390,7 +391,7 @@ class ForwardContext:
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
             prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
-            return recall_lists(prompt, past, self.config, self.enabled.token_text)
+            return ops.lexical_recall(prompt, past, self.config, self.enabled.token_text)
 
         lists = self.shared(("recall", span), find)
         return self.shared(

@@ -28,7 +28,6 @@ from h2o_prefill.functional import (
     RecallLists,
     attend_to_all,
     lists_of_rows,
-    recall_lists,
     sparse_attention,
 )
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, take_over
@@ -394,7 +393,7 @@ def sharded(
     if ids is None and config.recall:
         handle.state.report(NO_IDS)
     elif ids is not None and config.recall:
-        lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.state.token_text)
+        lists = ops.lexical_recall(ids.to("cpu", torch.int64), 0, config, handle.state.token_text)
     plan = ShardPlan.of(length, ranks.count, config, lists)
     numbers = range(len(cache.layers))
     sparse = [number for number in numbers if number not in config.dense_layers]

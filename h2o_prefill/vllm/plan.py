@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
 from h2o_prefill.vllm.state import Checkpoints, PromptState
@@ -254,7 +254,8 @@ class Planner:
         config, size, lists = state.config, self.rules.chunk_size, NO_RECALL
         if config.recall:
             text = self._token_text() if config.recall_characters else None
-            lists = recall_lists(torch.tensor([prompt.tokens[:end]]), state.length, config, text)
+            tokens = torch.tensor([prompt.tokens[:end]])
+            lists = ops.lexical_recall(tokens, state.length, config, text)
         if begin > state.length:
             return Piece(begin, end, state, state, lists)
         aligned = state.aligned and begin % size == 0

@@ -7,8 +7,8 @@ from random_calls.judge import Judge
 from random_calls.oracles import check_result
 from torch import Tensor
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState
-from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState, ops
+from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
 
 # The oracle loops over candidates and recalled keys in Python.
 ORACLE_LENGTH = 160
@@ -121,7 +121,7 @@ class Twin:
         """Return the keys that a call recalls."""
         if self.config.recall == 0:
             return NO_RECALL
-        return recall_lists(self.ids[:, :end], begin, self.config)
+        return ops.lexical_recall(self.ids[:, :end], begin, self.config)
 
     def _same_rows(self, what: str, out: Tensor, expected: Tensor, tail: int) -> None:
         """Compare the rows of a sparse call that are the same however it is made.

@@ -13,7 +13,7 @@ from random_calls.draw import Draw, draw_settings
 
 import h2o_prefill
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
-from h2o_prefill.functional import NO_RECALL, recall_lists
+from h2o_prefill.functional import NO_RECALL
 
 CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_tokens=2)
 
@@ -42,7 +42,7 @@ TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.in
 def test_it_is_the_operator_with_any_settings(qkv, seed, scripted):
     config = draw_settings(Draw(random.Random(seed)), 150, layers=2, kv_heads=2)
     ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
-    lists = recall_lists(ids, 0, config, TOKEN_TEXT) if config.recall else NO_RECALL
+    lists = ops.lexical_recall(ids, 0, config, TOKEN_TEXT) if config.recall else NO_RECALL
     attention = ChunkedSparseAttention(config, TOKEN_TEXT)
     module = torch.jit.script(attention) if scripted else attention
     for layer in (0, 1):

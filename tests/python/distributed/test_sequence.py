@@ -34,7 +34,7 @@ from h2o_prefill import (
 )
 from h2o_prefill.distributed import CompactPast, ShardPlan
 from h2o_prefill.distributed.exact_rows import attend_to_range
-from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
+from h2o_prefill.functional import NO_RECALL, sparse_attention
 
 WIDE = {"sink_tokens": 2, "wide": ((1, 4), (2, 1, 2))}
 MEASURED = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 4}
@@ -86,7 +86,7 @@ def test_a_range_attends_as_in_one_call(data):
     ids = torch.randint(0, 30, (batch, length))
 
     def lists(begin, end):
-        return recall_lists(ids[:, :end], begin, config) if config.recall else NO_RECALL
+        return ops.lexical_recall(ids[:, :end], begin, config) if config.recall else NO_RECALL
 
     expected, state = sparse_attention(q, k, v, None, config, lists(0, length))
     bounds = [(a * size, b * size) for a, b in zip(begins, [*begins[1:], chunks], strict=True)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.functional import LayerOptions, attend_in_buffers, recall_lists
+from h2o_prefill.functional import LayerOptions, attend_in_buffers
 from h2o_prefill.state import Checkpoint, empty_checkpoints, empty_state
 
 BATCH, HEADS, KV_HEADS, DIM, CHUNK = 2, 6, 2, 16, 32
@@ -41,7 +41,7 @@ class Prompt:
         query, *added = (x[:, :, begin:end] for x in self.tokens)
         recall = (None,) * 3
         if self.config.recall:
-            recall = recall_lists(self.ids[:, :end], begin, self.config)
+            recall = ops.lexical_recall(self.ids[:, :end], begin, self.config)
         options = LayerOptions(recall, 0, self.config.to_string(), (None, None, 0.0))
         size = self.config.of_layer(0).memory_size
         kept = empty_checkpoints((end - begin) // CHUNK, self.state, size)

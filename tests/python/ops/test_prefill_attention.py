@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
 from h2o_prefill.eval.timing import peak_bytes
-from h2o_prefill.functional import recall_lists
 
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
 CONFIG = PrefillConfig.parse(
@@ -69,7 +68,7 @@ def run(model, prompt, buffers):
         end = begin + tokens
         # A dense call ignores the lists: the last sparse call's will do.
         if CONFIG.is_sparse_call(begin, tokens):
-            recall = recall_lists(token_ids[:, :end], begin, CONFIG)
+            recall = ops.lexical_recall(token_ids[:, :end], begin, CONFIG)
         # Not [:, begin:end]: torch.compile would make another graph for each stride.
         logits.append(model(token_ids[0, begin:end].unsqueeze(0), buffers, position, recall))
         if end == token_ids.shape[1]:
@@ -108,7 +107,7 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
         run(decoder, prompt, buffers)
     for layer in range(2):
         assert (buffers[5 * layer + 3] >= 0).all() and buffers[5 * layer + 2].any()
-    assert recall_lists(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
+    assert ops.lexical_recall(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
 
 
 def test_a_scripted_module_gives_the_same(decoder, prompt):
@@ -124,7 +123,7 @@ def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, pro
     capacity = 50_000
     buffers, position = new_buffers(capacity), torch.zeros(2, dtype=torch.int64)
     # Not the first chunk's, which are empty: PyTorch specialises sizes of 0 too.
-    recall = recall_lists(prompt[:, :100], 0, CONFIG)
+    recall = ops.lexical_recall(prompt[:, :100], 0, CONFIG)
 
     def call(begin, end):
         return compiled(prompt[0, begin:end].unsqueeze(0), buffers, position, recall)
@@ -145,7 +144,7 @@ def test_exports_for_any_number_of_tokens(decoder, prompt):
     dynamic, entries = torch.export.Dim.DYNAMIC, torch.export.Dim("entries")
     tokens = torch.export.Dim("tokens", max=CAPACITY)
     example = (prompt[:, :100], new_buffers(CAPACITY), torch.zeros(2, dtype=torch.int64))
-    recall = recall_lists(example[0], 0, CONFIG)
+    recall = ops.lexical_recall(example[0], 0, CONFIG)
     buffers = [{2: dynamic}, {2: dynamic}, {2: dynamic}, {}, {}] * LAYERS
     shapes = ({1: tokens}, buffers, {}, ({0: dynamic}, {0: entries}, {0: entries}))
     with torch.no_grad():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.functional import recall_lists
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters, read
 from h2o_prefill.vllm.plan import (
@@ -86,7 +85,7 @@ def whole(tokens, settings):
     for layer in range(LAYERS):
         lists = (None,) * 3
         if config.recall:
-            lists = recall_lists(torch.tensor([tokens]), 0, config)
+            lists = ops.lexical_recall(torch.tensor([tokens]), 0, config)
         told = None, None, *lists, 0, layer, config, SCALE
         out, _, _, found = ops.prefill_attention(*rows_of(tokens, layer), *told)
         outputs.append(out[0].transpose(0, 1))

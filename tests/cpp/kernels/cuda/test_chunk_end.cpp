@@ -7,7 +7,8 @@
 namespace h2o_prefill::testing {
 namespace {
 
-const Kernels kKernels{.attend = launch_attend_forward,
+const Kernels kKernels{.name = "sm80",
+                       .attend = launch_attend_forward,
                        .sum_columns = launch_column_sums,
                        .divide = divide_column_sums};
 
