@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterable
@@ -307,7 +308,8 @@ def _typed(name: str, value: Any) -> Any:
             raise ValueError(f"{name} must be a {type(default).__name__}, got {value!r}")
         return value
     if isinstance(default, float):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or abs(value) > sys.float_info.max:
             raise ValueError(f"{name} must be a number, got {value!r}")
         return float(value)
     if name == "wide":
@@ -338,9 +340,10 @@ def _as_factor(one: Any) -> tuple[int, ...]:
 
 def _as_int(name: str, value: Any) -> int:
     try:
-        if isinstance(value, bool):
+        number = operator.index(value)  # accepts NumPy integers
+        if isinstance(value, bool) or abs(number) >> 63:  # C++ has int64
             raise TypeError
-        return operator.index(value)  # accepts NumPy integers
+        return number
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
 
