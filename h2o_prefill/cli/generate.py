@@ -124,7 +124,7 @@ class SamplingOptions:
         max=1.0,
         help="Draw from the likeliest tokens whose probabilities add up to this.",
     )
-    seed: int = typer.Option(0, help="Seed of the draws.")
+    seed: int = typer.Option(0, min=-(2**63), max=2**63 - 1, help="Seed of the draws.")
 
     def find(self) -> Sampling | None:
         """Return how tokens are drawn, None for the likeliest ones."""

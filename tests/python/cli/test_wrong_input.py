@@ -55,6 +55,7 @@ WRONG = {
         ("--prompt-file", "missing.txt"): "--prompt-file: no such file",
         ("words", "--max-new-tokens", 0): "--max-new-tokens",
         ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
+        ("words", "--top-k", 3, "--seed", 2**63): "--seed",
         ("words", "--draft-tokens", 5): "--draft-tokens needs --package",
         ("words", "--workers", 1): "a Dask cluster answers the prompts of --input: give a file",
         (
