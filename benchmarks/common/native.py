@@ -64,7 +64,6 @@ def attend_chunk(
         _DTYPES[q.dtype],
         *map(ctypes.c_void_p, tensors),
         *map(ctypes.c_int64, (width, query_heads, kv_heads, rows, keys, dim)),
-        ctypes.c_float(dim**-0.5),
     )
     return out, lse, sums
 
