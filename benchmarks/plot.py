@@ -233,9 +233,8 @@ def draw_crossover(report: Row, path: Path) -> Path:
     for (row, column), value in np.ndenumerate(wide.to_numpy()):
         if not np.isnan(value):
             weight = "bold" if sparse.iat[row, column] else "normal"
-            axes.text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, weight=weight
-            )
+            style = {"weight": weight, "color": "white" if value > 3 else "black", "fontsize": 7}
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", **style)
     axes.set_xticks(range(wide.shape[1]), [f"{x:,}" for x in wide.columns], fontsize=7)
     axes.set_yticks(range(len(wide)), list(wide.index), fontsize=8)
     label = "prompt (tokens); bold: sparse attention was chosen"
