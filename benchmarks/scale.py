@@ -40,10 +40,10 @@ from common.machine import keep_freed_memory
 from common.report import Report
 from torch import Tensor
 
-from h2o_prefill import chunked_prefill, enable, ops
+from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed import ShardPlan
-from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.eval.attention_flops import find_recalled
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import preset_config
@@ -156,9 +156,8 @@ def simulate(
             torch.set_num_threads(1)
             parts = measure_parts(network, tokens, config, plan.seconds)
             text = tokens[: 1024 if plan.quick else 131072].unsqueeze(0)
-            lists = NO_RECALL
-            if config.recall:
-                lists = ops.lexical_recall(text, 0, config, text_for(tokenizer, config))
+            token_text = text_for(tokenizer, config)
+            lists = find_recalled(text, config, token_text)
             for length, ranks in ((n, r) for n in plan.lengths for r in RANKS):
                 chunks = length // config.chunk_size
                 if chunks < ranks:
@@ -177,9 +176,7 @@ def simulate(
                 row["ring_mb"] = (length - own) * parts.row_bytes / 1e6
                 report.add(**row)
             if check:
-                lists = ops.lexical_recall(
-                    text[:, :CHECKED], 0, config, text_for(tokenizer, config)
-                )
+                lists = find_recalled(text[:, :CHECKED], config, token_text)
                 for row in checked(plan, parts, config, lists, model, text_file, str(dtype)):
                     report.add(**row)
 

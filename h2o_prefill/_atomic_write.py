@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from h2o_prefill._errors import native_errors
 
 _File = torch.classes.h2o_prefill.AtomicFile
 
@@ -41,25 +42,3 @@ def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
             raise
         why = error.strerror or str(error)
         raise OSError(error.errno, f"cannot write {str(target)!r}: {why}") from error
-
-
-@contextlib.contextmanager
-def native_errors() -> Iterator[None]:
-    """Make ValueError and OSError of one line, with its errno, of what C++ throws."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(first_line(error)) from error
-    except RuntimeError as error:
-        line = first_line(error)
-        found = re.match(r"\[Errno (\d+)\] (.*)", line)
-        raise OSError(*((int(found[1]), found[2]) if found else (None, line))) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, and the next one if it ends in a colon; or its class.
-
-    C++ errors append a backtrace.
-    """
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

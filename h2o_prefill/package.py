@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill._atomic_write import native_errors
+from h2o_prefill._errors import native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.session_file import reads_session

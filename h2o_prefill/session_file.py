@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h2o_prefill._atomic_write import first_line, native_errors
+from h2o_prefill._errors import first_line, native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import Checkpoint, PrefillState
 

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill._atomic_write import first_line
 from h2o_prefill._cache import cache_dir
+from h2o_prefill._errors import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from h2o_prefill._atomic_write import first_line
+from h2o_prefill._errors import first_line
 from h2o_prefill.generation.gguf import convert_gguf
 from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 

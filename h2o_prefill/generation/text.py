@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill._atomic_write import first_line
+from h2o_prefill._errors import first_line
 from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 
 DATASETS = ("wikitext2", "pydoc")
