@@ -96,7 +96,10 @@ def test_without_a_preset_settings_are_those_of_the_profile(
         "ablate": ("--output", tmp_path),
         "visualize": ("--output", tmp_path),
     }
-    done = run(command, "--model", profiled, "--dtype", "float32", *arguments.get(command, ()))
+    command_line = [command, "--model", profiled, "--dtype", "float32", *arguments.get(command, ())]
+    if command not in ("generate", "export", "serve"):
+        command_line += ["--dataset", "pydoc"]
+    done = run(*command_line)
     assert (done.stderr, found) == ("error: found\n", [PROFILE])
 
 
