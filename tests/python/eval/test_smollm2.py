@@ -66,8 +66,9 @@ def test_every_preset_is_held_to_a_value():
 )
 def test_a_preset_loses_no_more_than_it_did(runs, preset):
     text, paired = runs
+    config = PRESETS[preset].replace(min_prefill=None)  # sparse on every CPU
     with torch.no_grad():
-        kl = paired.evaluate(PRESETS[preset], lambda *_: None).kl_mean
+        kl = paired.evaluate(config, lambda *_: None).kl_mean
     committed = COMMITTED[text][preset]
     assert kl <= 1.1 * committed
     # Far better than committed: the value is stale and no longer guards what was reached.
