@@ -27,11 +27,46 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
             for argument in schema.arguments:
                 if bound[argument.name] is None and isinstance(argument.type, torch.TensorType):
                     raise ValueError(f"{argument.name} must be a tensor, got none")
+            _check_sizes(name, bound)
             return function(SimpleNamespace(**bound))
 
         torch.library.register_fake(f"h2o_prefill::{name}", fake)
 
     return register
+
+
+# The sizes that tensors of an operator have in common, a letter each.
+_OF_CALL, _OF_HISTORY = "q:BHTD k:BGTD v:BGTE", "q:BHTD k:BGSD v:BGSE"
+_STATE = "scores:BG_ memory:BG_ errors:BG_"
+_SIZES = {
+    "intra_chunk_attention": _OF_CALL,
+    "memory_attention": f"{_OF_HISTORY} indices:BG_",
+    "dense_attention": _OF_HISTORY,
+    "sliding_window_attention": _OF_HISTORY,
+    "merge_states": "out_a:BHTD out_b:BHTD lse_a:BHT lse_b:BHT",
+    "select_memory": "scores:BG_ memory:BG_",
+    "gather_rows": "x:BG__ indices:BG_",
+    "chunked_sparse_attention": f"{_OF_HISTORY} {_STATE}",
+    "prefill_attention": f"{_OF_HISTORY} {_STATE}",
+    "prefill_attention_": f"{_OF_CALL} cache_key:BGCD cache_value:BGCE {_STATE}",
+    "accumulate_scores_": "scores:BG_ memory:BGM colsum:BGM",
+    "chunkwise_linear_attention": _OF_CALL,
+    "chunkwise_linear_attention_backward": _OF_CALL,
+}
+
+
+def _check_sizes(operator: str, arguments: dict[str, Any]) -> None:
+    """Refuse the sizes that the operator refuses, so that tracing fails as execution would."""
+    known: dict[str, Any] = {}
+    for name, letters in (x.split(":") for x in _SIZES.get(operator, "").split()):
+        if (x := arguments[name]) is None:
+            continue
+        shape = "must have dimensions " + ", ".join(letters.replace("_", "*"))
+        message = f"{name} {shape} with the sizes of other arguments, got {list(x.shape)}"
+        torch._check_value(x.dim() == len(letters), lambda m=message: m)
+        for letter, size in zip(letters, x.shape, strict=True):
+            if letter != "_":
+                torch._check_value(known.setdefault(letter, size) == size, lambda m=message: m)
 
 
 _settings = cache(_Native.parse)
@@ -47,20 +82,14 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse the shapes that the operators refuse, so that tracing fails as execution would."""
     check = torch._check_value
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check(x.dim() == 4, lambda n=name, x=x: f"{n} must have 4 dimensions, got {x.shape}")
         check(
             x.dtype == q.dtype and x.device == q.device,
             lambda n=name: f"{n} must have dtype and device of q",
         )
-        check(x.shape[0] == q.shape[0], lambda n=name: f"{n} must have the batch size of q")
         check(x.shape[1] > 0, lambda n=name: f"{n} must have heads in dimension 1")
         check(x.shape[3] > 0, lambda n=name: f"{n} must have a head dim > 0")
-    check(k.shape[3] == q.shape[3], lambda: "k must have the head dim of q")
-    check(v.shape[1] == k.shape[1], lambda: "v must have the heads of k")
-    check(v.shape[2] == k.shape[2], lambda: "v must have the length of k")
     check(
         q.shape[1] % k.shape[1] == 0, lambda: "the query heads must be a multiple of the KV heads"
     )
@@ -72,12 +101,6 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             sinks.shape == q.shape[1:2] and sinks.device == q.device,
             lambda: "sinks must have one entry a query head, on the device of q",
         )
-
-
-def _check_length(q: Tensor, k: Tensor) -> None:
-    torch._check_value(
-        k.shape[2] == q.shape[2], lambda: "k must have the length of q in dimension 2"
-    )
 
 
 def _check_attention(a: Any) -> None:
@@ -98,7 +121,6 @@ def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Ten
 @_fake("intra_chunk_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
-    _check_length(a.q, a.k)
     colsum = a.k.new_empty(a.k.shape[:3], dtype=score_dtype(a.q))
     return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
@@ -152,7 +174,6 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @_fake("prefill_attention_")
 def _(a: Any) -> Tensor:
     _check_qkv(a.q, a.k, a.v)
-    _check_length(a.q, a.k)
     _check_sinks(a.sinks, a.q)
     return _empty_heads(a.q, a.v.shape[3])
 
@@ -172,7 +193,6 @@ def _check_accumulated(name: str, x: Tensor | None, q: Tensor, *shape: int) -> N
 
 def _check_linear_attention(a: Any) -> None:
     _check_qkv(a.q, a.k, a.v)
-    _check_length(a.q, a.k)
     batch, heads, length, dim = a.k.shape
     by_head = a.log_decay is not None and a.log_decay.dim() == 1
     decays = (heads,) if by_head else (batch, heads, length)

@@ -156,7 +156,10 @@ class PrefillConfig:
     @classmethod
     def from_native(cls, native: Any) -> PrefillConfig:
         """Return the settings of a `torch.classes.h2o_prefill.PrefillConfig`."""
-        return cls(**{field.name: getattr(native, field.name) for field in dataclasses.fields(cls)})
+        values = {field.name: getattr(native, field.name) for field in dataclasses.fields(cls)}
+        if values["min_prefill"] == _NATIVE_AUTO:
+            values["min_prefill"] = AUTO
+        return cls(**values)
 
     @_cached
     def to_string(self) -> str:
@@ -318,9 +321,12 @@ def _typed(name: str, value: Any) -> Any:
         return tuple(_as_factor(one) for one in _as_sequence(name, value, "factors"))
     if isinstance(default, list):
         return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
-    if name == "min_prefill" and value in (None, AUTO, _NATIVE_AUTO):
-        return None if value is None else AUTO
-    return _as_int(name, value)
+    if name == "min_prefill" and (value is None or value == AUTO):
+        return value
+    whole = _as_int(name, value)
+    if name == "min_prefill" and whole == _NATIVE_AUTO:
+        raise ValueError(f"{name} must be >= 1, {AUTO!r} or None, got {value!r}")
+    return whole
 
 
 def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:

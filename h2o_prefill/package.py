@@ -46,6 +46,7 @@ class PackageInfo:
     transformers: str
     model_hash: str  # of config and weights, which session files name
     weights: str  # their format: "int8", or the dtype
+    cpu_features: str  # of the machine that wrote the package, separated by blanks
     tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
 
     @property

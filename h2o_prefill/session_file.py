@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h2o_prefill._errors import first_line, native_errors
+from h2o_prefill._errors import native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import Checkpoint, PrefillState
 
@@ -133,11 +133,6 @@ def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> 
 
 @contextlib.contextmanager
 def reads_session(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path for C++, whose errors become FileNotFoundError or ValueError of one line."""
-    file = Path(path).expanduser()
-    if not file.exists():
-        raise FileNotFoundError(f"session: no such file: {str(path)!r}")
-    try:
-        yield os.fspath(file)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"session {str(path)!r} cannot be read: {first_line(error)}") from error
+    """Yield the path for C++, whose errors become OSError or ValueError of one line."""
+    with native_errors():
+        yield os.fspath(Path(path).expanduser())

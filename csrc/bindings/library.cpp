@@ -5,6 +5,7 @@
 #include "common/prefill_request.h"
 #include "h2o_prefill/crossover.h"
 #include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/cpu_features.h"
 
 namespace h2o_prefill {
 
@@ -27,6 +28,7 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def("version() -> str", [] { return version(); });
   m.def("has_cuda() -> bool", [] { return has_cuda(); });
   m.def("cpu_isa() -> str", [] { return cpu_isa(); });
+  m.def("cpu_features() -> str", [] { return cpu_features(); });
   m.def("device_cost(Device device, ScalarType dtype) -> (str, float, bool)",
         [](at::Device device, at::ScalarType dtype) {
           const DeviceCost cost = device_cost(device, dtype);

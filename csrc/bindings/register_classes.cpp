@@ -379,13 +379,15 @@ void register_context(torch::Library& m) {
            [](const Context& self, const at::Tensor& token_ids, std::optional<int64_t> total) {
              self->begin(token_ids, total);
            },
-           "Begin a call with new tokens, int64 [B, T]; total_tokens: of the whole prompt.",
+           "Begin a call with new tokens, int64 [B, T]; total_tokens: of the whole prompt, this "
+           "call's and earlier ones included.",
            {arg("token_ids"), arg("total_tokens") = std::optional<int64_t>()})
       .def("begin_without_ids",
            [](const Context& self, int64_t num_tokens, std::optional<int64_t> total) {
              self->begin(num_tokens, total);
            },
-           "Begin a call of tokens whose ids are not known; nothing is recalled from then on.",
+           "Begin a call of tokens whose ids are not known; nothing is recalled from then on. "
+           "total_tokens: as of begin.",
            {arg("num_tokens"), arg("total_tokens") = std::optional<int64_t>()})
       .def("attend", &PrefillContext::attend,
            "Attend with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, "

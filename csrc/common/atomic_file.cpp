@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <stdexcept>
 #include <system_error>
 
 #include "common/rules.h"
@@ -54,9 +53,9 @@ AtomicFile::AtomicFile(const std::string& path) : AtomicFile() {
   TORCH_CHECK_VALUE(path.find('\0') == std::string::npos, "a path must have no null byte");
   std::error_code error;
   target_ = end_of_links(fs::absolute(path));
-  TORCH_CHECK_VALUE(!fs::is_directory(target_, error), "'", path, "' is a folder");
-  TORCH_CHECK_VALUE(!fs::exists(target_, error) || fs::is_regular_file(target_, error), "'", path,
-                    "' must be a regular file");
+  TORCH_CHECK_VALUE(!fs::is_directory(target_, error), "'", one_line(path), "' is a folder");
+  TORCH_CHECK_VALUE(!fs::exists(target_, error) || fs::is_regular_file(target_, error), "'",
+                    one_line(path), "' must be a regular file");
   remove_leftovers();
   while (!make_scratch()) discard();
 }
@@ -122,12 +121,6 @@ void AtomicFile::commit() {
   close(written);
   if (!synced || std::rename(scratch_.c_str(), target_.c_str()) != 0) fail();
   scratch_.clear();
-}
-
-void AtomicFile::fail() const {
-  const int error = errno;
-  throw std::runtime_error(c10::str("[Errno ", error, "] cannot write '", path_,
-                                    "': ", std::generic_category().message(error)));
 }
 
 }  // namespace h2o_prefill

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <string>
 
+#include "common/rules.h"
+
 namespace h2o_prefill {
 
 // A scratch file in the folder of a target, which takes the target's place at the end.
@@ -41,7 +43,7 @@ class AtomicFile {
   AtomicFile() = default;
   bool make_scratch();
   void remove_leftovers() const;
-  [[noreturn]] void fail() const;  // by errno
+  [[noreturn]] void fail() const { throw_errno("write", path_); }
 
   std::string path_;
   std::filesystem::path target_;

@@ -102,7 +102,8 @@ bool parse_value(std::string_view text, std::string& value) {
 bool parse_value(std::string_view text, std::optional<int64_t>& value) {
   value.reset();
   if (text == kAutoText) value = PrefillConfig::kAuto;
-  return value || is_none(text) || parse_value(text, value.emplace());
+  if (value || is_none(text)) return true;
+  return parse_value(text, value.emplace()) && value != PrefillConfig::kAuto;
 }
 bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   values.clear();
@@ -145,13 +146,14 @@ void set_field(PrefillConfig& config, std::string_view name, std::string_view te
     if (name != field.name) return;
     known = true;
     auto& value = config.*field.member;
-    TORCH_CHECK_VALUE(parse_value(text, value), name, " must be ", form_of(value), ", got \"", text,
-                      '"');
+    TORCH_CHECK_VALUE(parse_value(text, value), name, " must be ", form_of(value), ", got \"",
+                      one_line(text), '"');
   });
   const auto names = [](const auto&... fields) {
     return c10::Join(", ", std::vector<std::string>{fields.name...});
   };
-  TORCH_CHECK_VALUE(known, '"', name, "\" is no setting of PrefillConfig, whose settings are ",
+  TORCH_CHECK_VALUE(known, '"', one_line(name),
+                    "\" is no setting of PrefillConfig, whose settings are ",
                     std::apply(names, kConfigFields));
 }
 
@@ -164,10 +166,11 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
         equals != std::string_view::npos,
         "settings must be a preset and fields like \"recommended,local_window=256,wide=7x4"
         "\", got \"",
-        part, "\" where a field is expected");
+        one_line(part), "\" where a field is expected");
     const std::string_view name = part.substr(0, equals);
     set_field(config, name, part.substr(equals + 1));
-    TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"", text, '"');
+    TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"",
+                      one_line(text), '"');
   }
   return given;
 }
@@ -236,7 +239,7 @@ PrefillConfig PrefillConfig::preset(std::string_view name) {
     if (name == preset.name) return preset.config;
   }
   TORCH_CHECK_VALUE(false, "preset must be one of ", c10::Join(", ", preset_names()), ", got \"",
-                    name, '"');
+                    one_line(name), '"');
 }
 
 PrefillConfig PrefillConfig::parse(std::string_view text) {
@@ -283,7 +286,7 @@ void PrefillConfig::check() const {
                   kLargestBudget);
   }
   TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
-                    "gqa_reduce must be \"sum\" or \"max\", got \"", gqa_reduce, '"');
+                    "gqa_reduce must be \"sum\" or \"max\", got \"", one_line(gqa_reduce), '"');
   if (recall > 0) check_recall_block(chunk_size, recall_block);
 }
 

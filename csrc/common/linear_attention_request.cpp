@@ -60,7 +60,8 @@ FeatureMap feature_map_named(std::string_view name) {
   if (name == "elu+1") return FeatureMap::kEluPlusOne;
   if (name == "relu") return FeatureMap::kRelu;
   TORCH_CHECK_VALUE(name == "identity",
-                    "feature_map must be \"elu+1\", \"relu\" or \"identity\", got \"", name, "\"");
+                    "feature_map must be \"elu+1\", \"relu\" or \"identity\", got \"",
+                    one_line(name), "\"");
   return FeatureMap::kIdentity;
 }
 

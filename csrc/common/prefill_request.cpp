@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -58,19 +59,19 @@ void check_recall_values(const RecallLists& lists, int64_t total) {
   });
 }
 
-std::vector<NamedTensor> given_tensors(const RecallLists& lists) {
+std::vector<NamedTensor> given_of(std::initializer_list<NamedTensor> tensors) {
   std::vector<NamedTensor> given;
-  for (const auto& list : {NamedTensor{"recall_offsets", lists.offsets},
-                           NamedTensor{"recall_positions", lists.positions},
-                           NamedTensor{"recall_visible_from", lists.visible_from}}) {
-    if (list.tensor.defined()) given.push_back(list);
+  for (const auto& named : tensors) {
+    if (named.tensor.defined()) given.push_back(named);
   }
   return given;
 }
 
 void check_recall_lists(const PrefillRequest& request) {
   const RecallLists& lists = request.recall;
-  const auto given = given_tensors(lists);
+  const auto given = given_of({{"recall_offsets", lists.offsets},
+                               {"recall_positions", lists.positions},
+                               {"recall_visible_from", lists.visible_from}});
   if (given.empty()) return;
   TORCH_CHECK_VALUE(
       given.size() == 3,
@@ -129,16 +130,23 @@ void check_buffers(const AttentionArguments& x, const PrefillBuffers& buffers, i
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
 // their destination.
 void check_overlaps(const AttentionArguments& x, const PrefillBuffers& buffers,
-                    const at::Tensor& position, const RecallLists& recall) {
-  std::vector<NamedTensor> written{{"cache_key", buffers.key},
-                                   {"cache_value", buffers.value},
-                                   {"scores", buffers.scores},
-                                   {"memory", buffers.memory}};
-  if (buffers.errors.defined()) written.push_back({"errors", buffers.errors});
-  std::vector<NamedTensor> read = given_tensors(recall);
-  read.push_back({"q", x.query});
-  read.push_back({"position", position});
-  if (x.sinks) read.push_back({"sinks", *x.sinks});
+                    const at::Tensor& position, const RecallLists& recall,
+                    const Checkpoints& checkpoints) {
+  const auto written = given_of({{"cache_key", buffers.key},
+                                 {"cache_value", buffers.value},
+                                 {"scores", buffers.scores},
+                                 {"memory", buffers.memory},
+                                 {"errors", buffers.errors},
+                                 {"checkpoint_memory", checkpoints.memory},
+                                 {"checkpoint_scores", checkpoints.scores},
+                                 {"checkpoint_errors", checkpoints.errors}});
+  const at::Tensor sinks = or_undefined(x.sinks);
+  const auto read = given_of({{"recall_offsets", recall.offsets},
+                              {"recall_positions", recall.positions},
+                              {"recall_visible_from", recall.visible_from},
+                              {"q", x.query},
+                              {"position", position},
+                              {"sinks", sinks}});
   for (size_t i = 0; i < written.size(); ++i) {
     check_no_internal_overlap(written[i]);
     check_no_overlap(written[i], read);
@@ -297,7 +305,7 @@ PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers
   check_logit_options(x);
   const int64_t length = x.length();
   // The call that wrote the prompt has made sure of the buffers for the tokens decoded after it.
-  if (length > 1) check_overlaps(x, buffers, position, recall);
+  if (length > 1 || past == 0) check_overlaps(x, buffers, position, recall, checkpoints);
   PlacedCall call{
       .is_sparse = config->is_sparse(layer, past, length) && fits_window(window, past + length),
       .request = {x}};

@@ -3,7 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
+#include <cctype>
+#include <cerrno>
 #include <iomanip>
+#include <stdexcept>
+#include <system_error>
 
 #include "common/config_fields.h"
 
@@ -14,6 +18,27 @@ std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNa
 std::string describe(const at::Tensor& t) {
   if (!t.defined()) return "none";
   return c10::str(t.sizes(), ' ', dtype_name(t.scalar_type()), " on ", t.device());
+}
+
+std::string one_line(std::string_view text) {
+  std::string line;
+  for (const char c : text) {
+    const bool control = std::iscntrl(static_cast<unsigned char>(c)) != 0;
+    line.append(!control ? std::string(1, c) : c == '\n' ? "\\n" : "?");
+  }
+  return line;
+}
+
+void refuse_session(const std::string& path, const c10::ValueError& error) {
+  const std::string line = error.what_without_backtrace();
+  const std::string named = c10::str("session '", one_line(path), "' cannot be read: ");
+  TORCH_CHECK_VALUE(false, line.starts_with(named) ? "" : named, line);
+}
+
+void throw_errno(const char* verb, const std::string& path) {
+  const std::error_code error(errno, std::generic_category());
+  throw std::runtime_error(c10::str("[Errno ", error.value(), "] cannot ", verb, " '",
+                                    one_line(path), "': ", error.message()));
 }
 
 std::string hexadecimal(uint64_t number) {

@@ -21,10 +21,10 @@ namespace {
 // Tokens that the first buffers have room for.
 constexpr int64_t kInitialCapacity = 1024;
 
-// The pickled form begins with int64: whether the ids are known, and how many tensors are the
-// cache's. The settings as bytes of text and the ids follow, then the cache's and the tracker's
-// tensors.
-constexpr int64_t kContextHeaderFields = 2;
+// The pickled form begins with int64: whether the ids are known, how many tensors are the cache's,
+// and what an open min_prefill was resolved to. The settings as bytes of text and the ids follow,
+// then the cache's and the tracker's tensors.
+constexpr int64_t kContextHeaderFields = 3;
 constexpr int64_t kFirstStateTensor = 3;
 // An upper bound, far above the length of a settings text that names every layer.
 constexpr int64_t kLongestSettings = int64_t{1} << 22;
@@ -79,6 +79,8 @@ void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> total
   TORCH_CHECK_VALUE(num_tokens <= cache_->max_capacity() - past,
                     "max_tokens must be >= ", past + num_tokens,
                     ", the tokens after this call, got ", cache_->max_capacity());
+  const int64_t prompt_tokens = total_tokens.value_or(past + num_tokens);
+  check_between("total_tokens", prompt_tokens, past + num_tokens, cache_->max_capacity());
   undo_incomplete_call();  // one that no layer attended in: its ids are not the prompt's
   call_.reset();
   if (past == 0 && given_.is_auto()) attention_ = ChunkedSparseAttention(given_);
@@ -87,7 +89,7 @@ void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> total
                     *batch);
   call_ = Call{.past = past,
                .num_tokens = num_tokens,
-               .prompt_tokens = std::max(total_tokens.value_or(0), num_tokens),
+               .prompt_tokens = prompt_tokens,
                .ids_known = ids_known_,
                .layers = std::vector<std::optional<LayerState>>(num_layers()),
                .batch = batch};
@@ -145,7 +147,7 @@ void PrefillContext::resolve(const at::Tensor& key) {
   }
   // The session of a package may be open still.
   const bool is_sparse = tracker_->has_scores(num_layers() - 1);
-  const int64_t tokens = is_sparse ? *shortest_ : call_->past + call_->prompt_tokens;
+  const int64_t tokens = is_sparse ? *shortest_ : call_->prompt_tokens;
   const PrefillConfig resolved = given_.resolved(*shortest_, tokens);
   if (resolved.min_prefill == config().min_prefill) return;
   attention_ = ChunkedSparseAttention(resolved);
@@ -248,7 +250,7 @@ void PrefillContext::save(const std::string& path, const std::string& model) con
   write_session_file(path, session);
 }
 
-void PrefillContext::load(const std::string& path, const std::string& model, bool verify) {
+void PrefillContext::load(const std::string& path, const std::string& model, bool verify) try {
   const SessionFile session = read_session_file(path, verify);
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
@@ -280,6 +282,8 @@ void PrefillContext::load(const std::string& path, const std::string& model, boo
   const c10::InferenceMode ordinary_tensors(false);
   ids_ = tensors.at("token_ids").clone(at::MemoryFormat::Contiguous);
   ids_length_ = tokens;
+} catch (const c10::ValueError& error) {
+  refuse_session(path, error);
 }
 
 std::vector<at::Tensor> PrefillContext::state_tensors() const {
@@ -287,8 +291,9 @@ std::vector<at::Tensor> PrefillContext::state_tensors() const {
   const auto tracker = tracker_->state_tensors();
   const auto ids = token_ids();
   std::vector<at::Tensor> tensors{
-      at::tensor({static_cast<int64_t>(ids_known_), static_cast<int64_t>(cache.size())}, at::kLong),
-      to_bytes(config().to_fields()), ids.defined() ? ids.clone() : at::empty({0, 0}, at::kLong)};
+      at::tensor({int64_t{ids_known_}, std::ssize(cache), config().min_prefill.value_or(0)},
+                 at::kLong),
+      to_bytes(given_.to_fields()), ids.defined() ? ids.clone() : at::empty({0, 0}, at::kLong)};
   tensors.insert(tensors.end(), cache.begin(), cache.end());
   tensors.insert(tensors.end(), tracker.begin(), tracker.end());
   return tensors;
@@ -308,6 +313,10 @@ c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
   const auto tracker = MemorySetTracker::from_tensors({first_tracker, tensors.end()});
   auto context = c10::make_intrusive<PrefillContext>(cache->num_layers(), cache->max_capacity(),
                                                      PrefillConfig::parse(to_text(tensors[1])));
+  if (PrefillConfig resolved = context->given_; resolved.is_auto()) {
+    resolved.min_prefill = state.field(2);
+    context->attention_ = ChunkedSparseAttention(std::move(resolved));
+  }
   TORCH_CHECK_VALUE(tracker->num_layers() == cache->num_layers(),
                     "tensors must hold a cache and a tracker of the same layers, got ",
                     cache->num_layers(), " and ", tracker->num_layers());

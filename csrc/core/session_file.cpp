@@ -6,8 +6,10 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <sstream>
 #include <system_error>
@@ -209,11 +211,14 @@ void write_session_file(const std::string& path, const SessionFile& session) {
   file.commit();
 }
 
-SessionFile read_session_file(const std::string& path, bool verify) {
+SessionFile read_session_file(const std::string& path, bool verify) try {
   std::error_code unreadable;
+  TORCH_CHECK_VALUE(path.find('\0') == std::string::npos, "a path must have no null byte");
   TORCH_CHECK_VALUE(!fs::is_directory(path, unreadable), "it is a folder");
   const uint64_t size = fs::file_size(path, unreadable);
-  TORCH_CHECK_VALUE(!unreadable && size > sizeof(uint64_t), "it is no session file");
+  errno = unreadable.value();
+  if (unreadable || !std::ifstream(path)) throw_errno("read", path);
+  TORCH_CHECK_VALUE(size > sizeof(uint64_t), "it is no session file");
   size_t mapped = 0;
   const auto data = std::make_shared<at::DataPtr>(
       at::MapAllocator::makeDataPtr(path, /*flags=*/0, size, &mapped));
@@ -264,6 +269,8 @@ SessionFile read_session_file(const std::string& path, bool verify) {
   TORCH_CHECK_VALUE(header.value == metadata_of(session, sum),
                     "its metadata must be of its tensors");
   return session;
+} catch (const c10::ValueError& error) {
+  refuse_session(path, error);
 }
 
 }  // namespace h2o_prefill

@@ -18,6 +18,7 @@
 #include "common/rules.h"
 #include "h2o_prefill/library.h"
 #include "h2o_prefill/ops.h"
+#include "kernels/cpu/cpu_features.h"
 
 namespace h2o_prefill {
 namespace {
@@ -37,15 +38,6 @@ Metadata read_metadata(const std::string& path) {
   TORCH_CHECK_VALUE(metadata.contains("h2o_prefill.model_hash"), path,
                     " is no package that `h2o-prefill export` wrote");
   return metadata;
-}
-
-bool cpu_has(const std::string& feature) {
-#if defined(__x86_64__)
-  if (feature == "AVX2") return __builtin_cpu_supports("avx2");
-  if (feature == "AVX512") return __builtin_cpu_supports("avx512f");
-  if (feature == "AVX512_VNNI") return __builtin_cpu_supports("avx512vnni");
-#endif
-  return true;
 }
 
 [[noreturn]] void refuse_incomplete() {
@@ -79,12 +71,16 @@ void check_machine(const Metadata& metadata) {
   TORCH_CHECK_VALUE(machine == metadata.end() || machine->second == system.machine,
                     "the package is for ", machine->second, " machines, and this is a ",
                     system.machine, ": export the model on a machine like this one");
-  const auto features = metadata.find("AOTI_CPU_ISA");
-  std::istringstream names(features == metadata.end() ? "" : features->second);
+  // Inductor's name of no instruction set is there too.
+  const std::string had = " INVALID_VEC_ISA " + cpu_features() + " ";
+  const auto isa = metadata.find("AOTI_CPU_ISA");
+  std::istringstream names(text_of(metadata, "cpu_features") + " " +
+                           (isa == metadata.end() ? "" : isa->second));
   for (std::string name; names >> name;) {
-    TORCH_CHECK_VALUE(cpu_has(name), "the package has code for ", name,
-                      ", which this CPU does not have: export the model on a machine like this "
-                      "one");
+    TORCH_CHECK_VALUE(had.find(" " + name + " ") != std::string::npos, "the package has code for ",
+                      name,
+                      ", which this CPU does not have: export the model on a machine like "
+                      "this one");
   }
 }
 

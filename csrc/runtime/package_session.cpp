@@ -280,7 +280,7 @@ void PackageSession::save(const std::string& path) const {
   write_session_file(path, saved);
 }
 
-void PackageSession::load(const std::string& path, bool verify) {
+void PackageSession::load(const std::string& path, bool verify) try {
   const PackageInfo& info = package_->info();
   const SessionFile saved = read_session_file(path, verify);
   const int64_t tokens = saved.length;
@@ -320,6 +320,8 @@ void PackageSession::load(const std::string& path, bool verify) {
   checkpoints_.clear();
   place(tokens, begin);
   scored_ = tokens;
+} catch (const c10::ValueError& error) {
+  refuse_session(path, error);
 }
 
 }  // namespace h2o_prefill

@@ -4,6 +4,7 @@
 #include <ATen/ops/multinomial.h>
 #include <ATen/ops/where.h>
 
+#include <cmath>
 #include <limits>
 
 #include "common/rules.h"
@@ -32,6 +33,8 @@ Sampler::Sampler(const SamplerOptions& options)
 // In the order of transformers' logits processors.
 int64_t Sampler::next(const at::Tensor& token_ids, const at::Tensor& logits) {
   at::Tensor scores = logits.to(at::kFloat);
+  const auto highest = scores.max().item<double>();
+  TORCH_CHECK_VALUE(std::isfinite(highest), "logits must have a finite maximum, got ", highest);
   if (options_.penalty != 1.0) {
     const auto of_text = scores.gather(1, token_ids);
     scores = scores.scatter(

@@ -135,6 +135,7 @@ def describe_package(
         model_hash=model_text(model, marks),
         tokenizer=tokenizer,
         weights=weights or dtype,
+        cpu_features=torch.ops.h2o_prefill.cpu_features().strip(),
     )
 
 

@@ -22,6 +22,9 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   // tokens of a layer.
   ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity);
 
+  // There are no copies, which would share buffers: from_tensors(state_tensors()) is independent.
+  ChunkedKVCache& operator=(ChunkedKVCache&&) = delete;
+
   // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole
   // history, [B, Hkv, length, D] and [B, Hkv, length, Dv]. Later appends do not change their
   // contents, unless truncate() came first.

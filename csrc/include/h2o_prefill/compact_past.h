@@ -34,11 +34,11 @@ H2O_API at::Tensor next_memory(const LayerState& state, const PrefillConfig& set
 
 // The memory sets that the next chunk of one layer attends to, with their rows.
 struct MemoryRows {
-  at::Tensor positions;  // int32 [B, Hkv, M], ascending, then -1
-  at::Tensor scores;     // [B, Hkv, M], attention that each position received so far
-  at::Tensor keys;       // [B, Hkv, M, D]
-  at::Tensor values;     // [B, Hkv, M, Dv]
-  at::Tensor errors;     // fp32 [B, Hkv, kErrorFields]
+  at::Tensor positions = {};  // int32 [B, Hkv, M], ascending, then -1
+  at::Tensor scores = {};     // [B, Hkv, M], attention that each position received so far
+  at::Tensor keys = {};       // [B, Hkv, M, D]
+  at::Tensor values = {};     // [B, Hkv, M, Dv]
+  at::Tensor errors = {};     // fp32 [B, Hkv, kErrorFields]
 };
 
 class H2O_API CompactPast : public torch::CustomClassHolder {
@@ -49,6 +49,9 @@ class H2O_API CompactPast : public torch::CustomClassHolder {
   // if sizes do not match or positions are not before `begin`.
   CompactPast(int64_t begin, const at::Tensor& needed, const at::Tensor& key,
               const at::Tensor& value, int64_t room, const std::optional<MemoryRows>& memory = {});
+
+  // There are no copies, which would share the reserved rows.
+  CompactPast& operator=(CompactPast&&) = delete;
 
   // Positions of the rows, int64 [P] on the CPU, ascending.
   const at::Tensor& table() const { return table_; }

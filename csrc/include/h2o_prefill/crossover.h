@@ -15,9 +15,9 @@ namespace h2o_prefill {
 
 // What sparse attention costs on a device.
 struct H2O_API DeviceCost {
-  std::string device;     // the CPU's instruction set, or the architecture of the CUDA kernels
-  double sparse_product;  // time of a query-key product in sparse attention, in dense ones
-  bool measured;  // whether the table has the device and dtype; else the cost is an upper bound
+  std::string device = {};  // the CPU's instruction set, or the architecture of the CUDA kernels
+  double sparse_product = 0.0;  // time of a query-key product in sparse attention, in dense ones
+  bool measured = false;        // whether the table has device and dtype; else it is an upper bound
 };
 
 // The cost on a device with a dtype, and on the device of a tensor with its dtype.

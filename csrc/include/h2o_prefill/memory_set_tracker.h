@@ -33,6 +33,9 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // exact.
   MemorySetTracker(int64_t num_layers, const PrefillConfig& config, bool checkpoints = false);
 
+  // There are no copies, which would share buffers: from_tensors(state_tensors()) is independent.
+  MemorySetTracker& operator=(MemorySetTracker&&) = delete;
+
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
   // positions [chunk_begin, chunk_begin + T), which have no score yet. Positions between the
   // old length and chunk_begin get score 0.

@@ -125,13 +125,14 @@ H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
 // The buffers of one layer for prefill_attention_(), allocated by the caller. They must not share
-// memory with each other or with q; k may be a view of `key` and v one of `value`.
+// memory with each other or with another argument; k may be a view of `key` and v one of `value`.
 struct PrefillBuffers {
-  at::Tensor key;     // [B, Hkv, capacity, D]
-  at::Tensor value;   // [B, Hkv, capacity, Dv]
-  at::Tensor scores;  // [B, Hkv, capacity], contiguous, 0 at first; a dense layer needs none: empty
+  at::Tensor key = {};    // [B, Hkv, capacity, D]
+  at::Tensor value = {};  // [B, Hkv, capacity, Dv]
+  // [B, Hkv, capacity], contiguous, 0 at first; a dense layer needs none: empty
+  at::Tensor scores = {};
   // int32 [B, Hkv, memory_size() of the layer's settings or more], contiguous, -1 at first
-  at::Tensor memory;
+  at::Tensor memory = {};
   // fp32 [B, Hkv, kErrorFields], contiguous, 0 at first; needed where the settings have error_rows
   at::Tensor errors = {};
 };
@@ -140,7 +141,8 @@ struct PrefillBuffers {
 // layer and a call of T tokens: checkpoint i, of T / S, is the state after the call's first (i + 1)
 // S tokens. The next memory set is memory[i], int32 [B, Hkv, memory_size()], -1 where absent;
 // scores[i], like the scores of the buffers, has what its positions received so far; errors[i] is
-// fp32 [B, Hkv, kErrorFields]. All contiguous, allocated by the caller.
+// fp32 [B, Hkv, kErrorFields]. All contiguous, allocated by the caller, no memory shared with each
+// other or another argument.
 struct Checkpoints {
   at::Tensor memory = {};  // undefined: none are kept
   at::Tensor scores = {};

@@ -20,16 +20,16 @@ namespace h2o_prefill {
 
 // The metadata of a package.
 struct PackageInfo {
-  std::string model;       // name of the model's class
-  std::string model_hash;  // of config and weights, which session files name
-  PrefillConfig settings;
-  at::ScalarType dtype;  // of keys and values
-  int64_t capacity;      // tokens of prompt and answer together
-  int64_t vocabulary;
-  int64_t layers;
-  int64_t kv_heads;
-  int64_t head_dim;
-  std::vector<int64_t> end_ids;  // token ids that end a text
+  std::string model = {};       // name of the model's class
+  std::string model_hash = {};  // of config and weights, which session files name
+  PrefillConfig settings = {};
+  at::ScalarType dtype = at::kFloat;  // of keys and values
+  int64_t capacity = 0;               // tokens of prompt and answer together
+  int64_t vocabulary = 0;
+  int64_t layers = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  std::vector<int64_t> end_ids = {};  // token ids that end a text
 };
 
 // Weights and code, which any number of sessions share.
@@ -37,7 +37,7 @@ class H2O_API Package {
  public:
   // concurrency: calls that run at the same time; more wait for one to end. Throws c10::ValueError,
   // in one line, if there is no such file, it is no package of h2o_prefill, or it was written for
-  // another PyTorch or another machine.
+  // another PyTorch or another machine, or on one whose CPU has a feature that this one lacks.
   explicit Package(const std::string& path, int64_t concurrency = 1);
   ~Package();
 

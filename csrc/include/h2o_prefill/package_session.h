@@ -144,6 +144,7 @@ class H2O_API Answer {
   // Throws as generate() does. session and sampler outlive the answer.
   Answer(PackageSession& session, const at::Tensor& token_ids, GenerateOptions options,
          Sampler& sampler);
+  Answer& operator=(Answer&&) = delete;
 
   // Takes a step: prefills a few chunks of the prompt, and returns nothing, or returns a token.
   // Throws Cancelled.

@@ -38,16 +38,21 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
                  PrefillConfig config = PrefillConfig::preset("recommended"),
                  bool checkpoints = false);
 
+  // There are no copies, which would share cache and tracker: from_tensors(state_tensors()) is an
+  // independent one.
+  PrefillContext& operator=(PrefillContext&&) = delete;
+
   // Sets the text of the vocabulary, int32 [vocabulary, any], as lexical_recall() takes it: where
   // the settings have recall_characters, the next calls recall by it too. It is no part of the
   // pickled form.
   void set_token_text(const at::Tensor& token_text);
 
   // Begins a call with new tokens, int64 [B, T]; what they recall is found once for all layers.
-  // total_tokens: of this call and those that go on with the prompt, where they are known. An open
-  // min_prefill is resolved by the length of the prompt after them; a sparse prompt stays so.
-  // Throws if some layers have not attended in the previous call: truncate(length()) undoes that
-  // call.
+  // total_tokens: of the whole prompt, from its first token to the last of the calls that are still
+  // to come, where that is known; default: up to this call's last one. It resolves an open
+  // min_prefill; a sparse prompt stays so. Throws c10::ValueError if it is less than the tokens so
+  // far with this call's, or more than max_tokens, and if some layers have not attended in the
+  // previous call: truncate(length()) undoes that call.
   void begin(const at::Tensor& token_ids, std::optional<int64_t> total_tokens = std::nullopt);
 
   // Begins a call of num_tokens tokens whose ids are unknown. Nothing is recalled from then on,

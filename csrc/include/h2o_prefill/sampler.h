@@ -25,8 +25,13 @@ class H2O_API Sampler {
   // Throws c10::ValueError if an option is out of range.
   explicit Sampler(const SamplerOptions& options = {});
 
+  // There are no copies, which would share a generator: another Sampler with the same options draws
+  // the same tokens.
+  Sampler& operator=(Sampler&&) = delete;
+
   // The next token after token_ids, int64 [1, T], from logits [1, vocabulary]. Draws as
-  // torch.multinomial does, with a generator of its own.
+  // torch.multinomial does, with a generator of its own. Throws c10::ValueError if the largest
+  // logit is NaN or infinite.
   int64_t next(const at::Tensor& token_ids, const at::Tensor& logits);
 
  private:

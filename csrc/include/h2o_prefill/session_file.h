@@ -18,9 +18,9 @@ namespace h2o_prefill {
 struct H2O_API SessionFile {
   // Tells models apart whose keys differ, by words "name=value" that blanks separate: config,
   // dtype and weights, and where there are some adapters, text of tokens and selection rule.
-  std::string model;
-  std::string settings;  // as of PrefillConfig::to_fields()
-  int64_t length = 0;    // tokens
+  std::string model = {};
+  std::string settings = {};  // as of PrefillConfig::to_fields()
+  int64_t length = 0;         // tokens
   std::map<std::string, at::Tensor> tensors = {};
 
   // Throws c10::ValueError, which names the difference, unless it is of this model.
@@ -45,7 +45,8 @@ H2O_API void write_session_file(const std::string& path, const SessionFile& sess
 // Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
 // replaced or removed, but not be changed in place. verify: whether the checksum is, which reads
 // the whole file. All but the numbers in keys and values is checked in any case. Throws
-// c10::ValueError if it is no session file, was cut or changed, or is of another version.
+// c10::ValueError, which names the path, if it is no session file, was cut or changed, or is of
+// another version; std::runtime_error if it cannot be read: "[Errno 2] cannot read ...".
 H2O_API SessionFile read_session_file(const std::string& path, bool verify = true);
 
 }  // namespace h2o_prefill

@@ -1,5 +1,6 @@
 #include <torch/library.h>
 
+#include "common/checks.h"
 #include "common/prefill_request.h"
 #include "common/rules.h"
 
@@ -10,6 +11,7 @@ namespace {
 void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings) {
   const auto [past, last_chunk_begin] = Position::read(position);
   check_call_tokens(past, num_tokens);
+  check_no_internal_overlap({"position", position});
   const auto config = read_settings(settings);
   int64_t* const values = position.mutable_data_ptr<int64_t>();
   values[0] = past + num_tokens;

@@ -4,8 +4,13 @@
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
+#ifdef __aarch64__
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
 
 #include <cstring>
+#include <string>
 #include <string_view>
 
 namespace h2o_prefill {
@@ -62,6 +67,35 @@ inline bool cpu_has(std::string_view isa) {
   if (isa == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
   return isa == "scalar" || isa == "neon";  // the compiler's baseline
+}
+
+// What of this CPU a compiler makes use of that compiles for it (-march=native), in Inductor's
+// names where it has some: " AVX2 FMA ...". Of SVE with the length of its vectors, which code may
+// assume.
+inline std::string cpu_features() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#define H2O_IF(feature, name) (__builtin_cpu_supports(feature) ? " " name : "")
+  return std::string(cpu_has("avx512") ? " AVX512" : "") + H2O_IF("avx2", "AVX2") +
+         H2O_IF("fma", "FMA") + H2O_IF("f16c", "F16C") + H2O_IF("bmi2", "BMI2") +
+         H2O_IF("gfni", "GFNI") + H2O_IF("avxvnni", "AVX_VNNI") +
+         H2O_IF("avx512vnni", "AVX512_VNNI") + H2O_IF("avx512bf16", "AVX512_BF16") +
+         H2O_IF("avx512fp16", "AVX512_FP16") + H2O_IF("avx512vbmi", "AVX512_VBMI") +
+         H2O_IF("avx512vbmi2", "AVX512_VBMI2") + H2O_IF("avx512bitalg", "AVX512_BITALG") +
+         H2O_IF("avx512vpopcntdq", "AVX512_VPOPCNTDQ") + H2O_IF("amx-tile", "AMX_TILE") +
+         H2O_IF("amx-bf16", "AMX_BF16") + H2O_IF("amx-int8", "AMX_INT8");
+#undef H2O_IF
+#elif defined(__aarch64__)
+  const unsigned long found = getauxval(AT_HWCAP), more = getauxval(AT_HWCAP2);
+  const auto bits = 8 * (prctl(PR_SVE_GET_VL) & PR_SVE_VL_LEN_MASK);
+  return std::string(found & HWCAP_ASIMD ? " ASIMD" : "") + (found & HWCAP_ATOMICS ? " LSE" : "") +
+         (found & HWCAP_ASIMDHP ? " FP16" : "") + (found & HWCAP_ASIMDDP ? " DOTPROD" : "") +
+         (more & HWCAP2_BF16 ? " BF16" : "") + (more & HWCAP2_I8MM ? " I8MM" : "") +
+         (more & HWCAP2_SVE2 ? " SVE2" : "") +
+         (found & HWCAP_SVE ? " SVE" + std::to_string(bits) : "");
+#else
+  return "";
+#endif
 }
 
 }  // namespace h2o_prefill

@@ -3,11 +3,15 @@
 #include <h2o_prefill/chunk_manager.h>
 #include <h2o_prefill/chunked_kv_cache.h>
 #include <h2o_prefill/chunked_sparse_attention.h>
+#include <h2o_prefill/compact_past.h>
 #include <h2o_prefill/config.h>
+#include <h2o_prefill/crossover.h>
 #include <h2o_prefill/library.h>
 #include <h2o_prefill/memory_set_tracker.h>
 #include <h2o_prefill/ops.h>
+#include <h2o_prefill/package.h>
 #include <h2o_prefill/prefill_context.h>
+#include <h2o_prefill/session_file.h>
 #include <h2o_prefill/version.h>
 
 #include <iostream>
@@ -33,6 +37,12 @@ int main() {
       h2o_prefill::select_memory(tracker->scores(0), tracker->indices(0), 96, 100, 4, 4, 1);
   h2o_prefill::PrefillContext context(/*num_layers=*/1, /*max_tokens=*/100, config);
   context.begin(at::arange(100).unsqueeze(0));
+  // Fields that are left out are no warning.
+  [[maybe_unused]] const h2o_prefill::PrefillBuffers buffers{.key = k, .value = v};
+  [[maybe_unused]] const h2o_prefill::SessionFile session{.length = 100};
+  [[maybe_unused]] const h2o_prefill::MemoryRows rows{.keys = k};
+  [[maybe_unused]] const h2o_prefill::PackageInfo package{.model = "x"};
+  [[maybe_unused]] const h2o_prefill::DeviceCost cost{.measured = true};
   static_assert(H2O_PREFILL_VERSION_NUMBER >= H2O_PREFILL_MAKE_VERSION(0, 1, 0));
   const bool right =
       at::equal(context.attend(0, q, k, v), out) && h2o_prefill::version() == H2O_PREFILL_VERSION &&

@@ -6,9 +6,12 @@
 #include <fstream>
 #include <iterator>
 #include <thread>
+#include <type_traits>
 
+#include "h2o_prefill/compact_past.h"
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/ops.h"
+#include "h2o_prefill/package_session.h"
 #include "h2o_prefill/session_file.h"
 #include "testing.h"
 
@@ -78,6 +81,13 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
   }
 }
 
+// A copy would change with the original.
+template <typename T>
+constexpr bool kHasNoCopies = !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
+static_assert(kHasNoCopies<PrefillContext> && kHasNoCopies<ChunkedKVCache> &&
+              kHasNoCopies<MemorySetTracker> && kHasNoCopies<CompactPast> &&
+              kHasNoCopies<Sampler> && kHasNoCopies<PackageSession> && kHasNoCopies<Answer>);
+
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   const LayeredPrompt prompt(80);
   PrefillConfig config{.chunk_size = 16, .local_window = 3, .heavy_budget = 4};
@@ -107,9 +117,25 @@ TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   prompt.run(context, 16, 64);  // the prompt is long enough now, and stays so
   EXPECT_TRUE(is_sparse(context));
   EXPECT_EQ(context.config().min_prefill, 16);
+  const auto copy = PrefillContext::from_tensors(context.state_tensors());
+  EXPECT_EQ(copy->config(), context.config());
+  for (PrefillContext* of : {&context, copy.get()}) {
+    of->reset();
+    prompt.run(*of, 0, shortest - 1);
+    EXPECT_FALSE(is_sparse(*of));
+    EXPECT_EQ(of->config().min_prefill, shortest);
+  }
+  // The same prompt in pieces that tell its length, which is not added up.
   context.reset();
-  prompt.run(context, 0, shortest - 1);
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 16}, {16, shortest - 1}}) {
+    context.begin(prompt.ids.slice(1, begin, end), /*total_tokens=*/shortest - 1);
+    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+      const auto x = prompt.qkv[layer].tokens(begin, end);
+      context.attend(layer, x.q, x.k, x.v);
+    }
+  }
   EXPECT_FALSE(is_sparse(context));
+  EXPECT_VALUE_ERROR_WITH(context.begin(1, shortest - 1), "total_tokens must be in [");
 }
 
 TEST(PrefillContext, ALayerWithAWindowIsExactInIt) {
@@ -269,7 +295,9 @@ TEST(PrefillContext, WrongSessionsChangeNothing) {
   auto kept = new_context(), same_kept = new_context();
   prompt.run(kept, 0, 30);
   prompt.run(same_kept, 0, 30);
-  EXPECT_VALUE_ERROR_WITH(kept.load(file.path, "other"), "session must be of the model other");
+  EXPECT_VALUE_ERROR(kept.load(file.path, "other"), "session '" + file.path.string() +
+                                                        "' cannot be read: session must be of the "
+                                                        "model other, got one of model");
   PrefillConfig other = recalling_config();
   other.recall = 0;
   EXPECT_VALUE_ERROR_WITH(new_context(other).load(file.path, "model"),
@@ -278,6 +306,18 @@ TEST(PrefillContext, WrongSessionsChangeNothing) {
                           "session must have 3 layers");
   EXPECT_VALUE_ERROR_WITH(PrefillContext(2, 49, recalling_config()).load(file.path, "model"),
                           "at most 49 tokens");
+  const std::string missing = file.folder / "missing\n";
+  try {
+    kept.load(missing, "model");
+    FAIL();
+  } catch (const std::runtime_error& error) {
+    EXPECT_EQ(error.what(), "[Errno 2] cannot read '" + file.folder.string() +
+                                "/missing\\n': No such file or directory");
+  }
+  std::ofstream(missing) << "a text and nothing else";
+  EXPECT_VALUE_ERROR(kept.load(missing, "model"),
+                     "session '" + file.folder.string() +
+                         "/missing\\n' cannot be read: it is no session file, or was cut");
   expect_same_state(kept, same_kept);
   context.begin(prompt.ids.slice(1, 50, 60));
   const auto x = prompt.qkv[0].tokens(50, 60);
@@ -335,6 +375,8 @@ TEST(PrefillContext, DefaultsAndWrongArguments) {
                      "token_ids must have 2 dimensions, got shape [40]");
   EXPECT_VALUE_ERROR(context.begin(51),
                      "max_tokens must be >= 51, the tokens after this call, got 50");
+  EXPECT_VALUE_ERROR(context.begin(1, -5), "total_tokens must be in [1, 50], got -5");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids, 51), "total_tokens must be in [40, 50], got 51");
   context.begin(prompt.ids);
   EXPECT_VALUE_ERROR(context.attend(2, x.q, x.k, x.v), "layer must be in [0, 2), got 2");
   const auto other = x.tokens(0, 20);

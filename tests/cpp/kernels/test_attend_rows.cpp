@@ -207,6 +207,9 @@ int main(int argc, char** argv) {
   }
   check("name",
         H2O_ISA::kCpuKernels.isa == isa ? "" : "it is " + std::string(H2O_ISA::kCpuKernels.isa));
+#ifdef __aarch64__
+  check("features", cpu_features().starts_with(" ASIMD") ? "" : "got" + cpu_features());
+#endif
   test_shapes();
   test_row_counts();
   test_sets();

@@ -132,12 +132,14 @@ struct Shared {
   at::Tensor q = at::randn({2, 2, 20, 8}), k = at::randn({2, 2, 20, 8}), v = k + 1;
   PrefillBuffers buffers{at::zeros({2, 2, 100, 8}), at::zeros({2, 2, 100, 8}),
                          at::zeros({2, 2, 100}), at::full({2, 2, kMemory}, -1, at::kInt)};
+  at::Tensor position = at::zeros({2}, at::kLong);
   RecallLists recall = {};
   std::optional<at::Tensor> sinks = {};
+  Checkpoints checkpoints = {};
 
   at::Tensor attend() {
-    return prefill_attention_(q, k, v, buffers, at::zeros({2}, at::kLong), 0, kSettings, recall,
-                              std::nullopt, sinks);
+    return prefill_attention_(q, k, v, buffers, position, 0, kSettings, recall, std::nullopt, sinks,
+                              /*softcap=*/0.0, /*window=*/std::nullopt, checkpoints);
   }
 };
 
@@ -158,17 +160,48 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
   });
   refused("cache_key must have every element at an address of its own",
           [](S&, B& b) { b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8}); });
-  refused("q must not share memory with cache_key",
-          [](S& s, B& b) { s.q = b.key.narrow(2, 80, 20); });
-  refused("recall_positions must not share memory with memory", [](S& s, B& b) {
-    s.recall.offsets = at::zeros({2}, at::kInt);
-    s.recall.positions = s.recall.visible_from = b.memory.flatten().narrow(0, 0, 1);
-  });
-  refused("scores must not share memory with cache_value",
-          [](S&, B& b) { b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100}); });
-  refused("memory must not share memory with scores", [](S&, B& b) {
-    b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
-  });
+  auto position = at::zeros({1}, at::kLong).expand({2});
+  EXPECT_VALUE_ERROR_WITH(advance_position_(position, 1, kSettings),
+                          "position must have every element at an address of its own");
+}
+
+// Every tensor that a call writes, the first eight, with every other one.
+TEST(PrefillAttentionInPlace, RefusesPairsThatShareMemory) {
+  for (size_t i = 0; i < 8; ++i) {
+    for (size_t j = i + 1; j < 16; ++j) {
+      if ((i == 0 && j == 12) || (i == 1 && j == 13)) continue;  // k and v may be views of these
+      Shared x;
+      const auto list = at::zeros({5}, at::kInt);
+      x.sinks = at::zeros({2});
+      x.buffers.errors = at::zeros({2, 2, kErrorFields});
+      if (j >= 8 && j <= 10) x.recall = {list, list.clone(), list.clone()};
+      x.checkpoints = {at::zeros({1, 2, 2, kMemory}, at::kInt), at::zeros({1, 2, 2, kMemory}),
+                       at::zeros({1, 2, 2, kErrorFields})};
+      const std::pair<const char*, at::Tensor*> all[]{
+          {"cache_key", &x.buffers.key},
+          {"cache_value", &x.buffers.value},
+          {"scores", &x.buffers.scores},
+          {"memory", &x.buffers.memory},
+          {"errors", &x.buffers.errors},
+          {"checkpoint_memory", &x.checkpoints.memory},
+          {"checkpoint_scores", &x.checkpoints.scores},
+          {"checkpoint_errors", &x.checkpoints.errors},
+          {"recall_offsets", &x.recall.offsets},
+          {"recall_positions", &x.recall.positions},
+          {"recall_visible_from", &x.recall.visible_from},
+          {"q", &x.q},
+          {"k", &x.k},
+          {"v", &x.v},
+          {"position", &x.position},
+          {"sinks", &x.sinks.value()}};
+      const auto pool = at::zeros({1 << 14});
+      for (at::Tensor* t : {all[i].second, all[j].second}) {
+        *t = pool.narrow(0, 0, t->nbytes() / 4).view(t->scalar_type()).view(t->sizes());
+      }
+      EXPECT_VALUE_ERROR_WITH(x.attend(), c10::str(all[j].first, " must not share memory with ",
+                                                   all[i].first, ", which is written"));
+    }
+  }
 }
 
 TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {

@@ -34,6 +34,7 @@ from h2o_prefill.presets import chosen_config
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
         ("wide", "1x4194304", "multiplied by their factors, must be <= 4194304, got 1073741824"),
+        ("min_prefill", -1, "min_prefill must be >= 1, 'auto' or None, got -1"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
@@ -68,11 +69,19 @@ def test_texts_stand_for_all_settings(seed):
         ("h2o,sink_tokens=-1", "sink_tokens must be >= 0, got -1"),
         ("h2o,recall=1,recall=2", 'recall must be given once, got "recall=1,recall=2"'),
         ("h2o,wide=7.2x3+7.2x4", "wide must name a layer or head once, got 7.2x4 after another"),
+        ("h2o,min_prefill=-1", 'min_prefill must be an int, auto or none, got "-1"'),
+        ("h2o\n,recall=1", r'preset must be one of exact, recommended, h2o, got "h2o\\n"'),
+        ("h2o,\nrecall=1", r'"\\nrecall" is no setting of PrefillConfig'),
+        ("h2o,recall=1\n", r'recall must be an int, got "1\\n"'),
+        ("h2o,\n", r'got "\\n" where a field is expected'),
+        ("recall=1,recall=1,gqa_reduce=\n", r'recall must be given once, got ".*=\\n"'),
+        ("gqa_reduce=sum\n", r'gqa_reduce must be "sum" or "max", got "sum\\n"'),
     ],
 )
 def test_wrong_texts(text, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         PrefillConfig.parse(text)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("yes", ["true", "True", "1"])

@@ -50,3 +50,8 @@ def test_temperature_0_is_greedy_after_the_penalty():
     assert Sampler(penalty=1.5).next(torch.tensor([[1, 1]]), logits) == 2
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 0"):
         Sampler(top_p=0.0)
+    for wrong in (float("nan"), float("inf")):
+        logits[0, 2] = wrong
+        for sampler in (Sampler(), Sampler(temperature=1.0, top_k=2)):
+            with pytest.raises(ValueError, match=f"a finite maximum, got -?{wrong}"):
+                sampler.next(torch.tensor([[1]]), logits)

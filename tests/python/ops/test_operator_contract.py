@@ -225,6 +225,27 @@ def test_tracing_refuses_the_shapes_that_running_refuses(name, mismatch):
             getattr(OPS, name)(*fake)
 
 
+WRONG_SIZES = {
+    "memory_attention": [3],
+    "merge_states": [0, 1, 2, 3],
+    "select_memory": [0, 1],
+    "gather_rows": [0, 1],
+    "chunked_sparse_attention": [3, 4],
+    "prefill_attention": [3, 4],
+    "accumulate_scores_": [0, 1, 2],
+}
+
+
+@pytest.mark.parametrize(("name", "index"), [(n, i) for n, x in WRONG_SIZES.items() for i in x])
+def test_the_meta_device_refuses_the_sizes_that_others_refuse(name, index):
+    arguments = list(samples()[name])
+    arguments[index] = arguments[index].repeat(1, 2, *[1] * (arguments[index].dim() - 2))
+    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+    for given in (arguments, on_meta):
+        with pytest.raises(ValueError, match=" must have "):
+            getattr(OPS, name)(*given)
+
+
 def prefill(q, k, v):
     out, scores, *_ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, SETTINGS)
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) + 1.0, scores

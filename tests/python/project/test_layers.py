@@ -31,14 +31,15 @@ ALLOWED = {
         *("h2o_prefill/", "ATen/core/Generator.h", "ATen/core/Tensor.h", "torch/custom_class.h"),
     ),
     r"bindings/python_module\.cpp": ("pybind11/",),
-    # The name of the instruction set.
-    r"bindings/library\.cpp": (*LIBRARY, "kernels/cpu/attend_rows.h", "torch/library.h"),
+    # The name of the instruction set, and what else the CPU has.
+    r"bindings/library\.cpp": (
+        *(*LIBRARY, "kernels/cpu/attend_rows.h", "kernels/cpu/cpu_features.h", "torch/library.h"),
+    ),
     r"bindings/": (*LIBRARY, "torch/"),
     r"core/": (*ATEN, *LIBRARY, "core/"),
     r"runtime/": (
         *(*ATEN, "common/checkpoint.h", "common/rules.h", "h2o_prefill/", "sys/utsname.h"),
-        "torch/version.h",
-        "torch/csrc/inductor/aoti_package/",
+        *("kernels/cpu/cpu_features.h", "torch/version.h", "torch/csrc/inductor/aoti_package/"),
     ),
     r"ops/": (
         *(*ATEN, "common/linear_attention_request.h", "common/prefill_entries.h", "common/rules.h"),
