@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ def build_info() -> dict[str, Any]:
     try:
         module = importlib.import_module("h2o_prefill._C")
     except ImportError as error:
+        here = Path(__file__).resolve().parent
+        for other in (Path(folder, "h2o_prefill").resolve() for folder in sys.path):
+            if other != here and (other / f"_C{EXTENSION_SUFFIXES[0]}").exists():
+                raise ImportError(
+                    f"{here} hides the h2o_prefill that is installed in {other}: "
+                    "run Python in another folder"
+                ) from error
         raise ImportError(
             f"the native library of h2o_prefill is not built for this Python ({error}): "
             "run `pip install --no-build-isolation .` in its source tree"

@@ -90,9 +90,6 @@ if(NOT H2O_CUDA)
   set(H2O_CUDA_ARCHS "")
 else()
   message(STATUS "With CUDA kernels: nvcc ${H2O_NVCC_VERSION}, architectures ${H2O_CUDA_ARCHS}")
-  foreach(library torch_cuda c10_cuda)
-    find_library(H2O_LIB_${library} ${library} PATHS "${H2O_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)
-  endforeach()
 endif()
 
 # Adds kernels (.cu, which see no PyTorch header) and the operators that call them (.cpp) to a target.
@@ -117,6 +114,6 @@ function(h2o_add_cuda target)
   # The CUDA runtime is the one that PyTorch's libraries bring: a second copy in one process would have its own idea of
   # the current device. So none is linked here.
   target_link_options(${target} PRIVATE "LINKER:--no-as-needed")
-  target_link_libraries(${target} PRIVATE "${H2O_LIB_torch_cuda}" "${H2O_LIB_c10_cuda}")
+  target_link_libraries(${target} PUBLIC h2o_torch_cuda)
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY None)
 endfunction()

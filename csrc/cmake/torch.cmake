@@ -3,11 +3,16 @@
 # find_package(Torch) of a CUDA build demands a CUDA toolkit, even from a project that has no CUDA code. So the libraries
 # and headers are located here, next to TorchConfig.cmake, and become one imported target: h2o_torch.
 #
-# Needs CMAKE_PREFIX_PATH to hold torch.utils.cmake_prefix_path or an unpacked LibTorch, as find_package(Torch) does.
+# Needs Torch_DIR, or CMAKE_PREFIX_PATH with torch.utils.cmake_prefix_path or an unpacked LibTorch, as find_package(Torch)
+# does.
 
-find_path(H2O_TORCH_CMAKE_DIR TorchConfig.cmake PATH_SUFFIXES Torch share/cmake/Torch)
+if(EXISTS "${Torch_DIR}/TorchConfig.cmake")
+  set(H2O_TORCH_CMAKE_DIR "${Torch_DIR}")
+else()
+  find_path(H2O_TORCH_CMAKE_DIR TorchConfig.cmake PATH_SUFFIXES Torch share/cmake/Torch)
+endif()
 if(NOT H2O_TORCH_CMAKE_DIR)
-  message(FATAL_ERROR "PyTorch was not found: set CMAKE_PREFIX_PATH to the output of "
+  message(FATAL_ERROR "PyTorch was not found: set CMAKE_PREFIX_PATH to the folder of LibTorch, or to the output of "
                       "python -c 'import torch; print(torch.utils.cmake_prefix_path)'")
 endif()
 get_filename_component(H2O_TORCH_ROOT "${H2O_TORCH_CMAKE_DIR}/../../.." ABSOLUTE)
@@ -24,13 +29,13 @@ if(TARGET h2o_torch)
   return()
 endif()
 
-foreach(library torch_cpu c10)
-  find_library(H2O_LIB_${library} ${library} PATHS "${H2O_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)
-endforeach()
-
 add_library(h2o_torch INTERFACE IMPORTED GLOBAL)
 target_include_directories(h2o_torch SYSTEM INTERFACE "${H2O_TORCH_ROOT}/include"
                                                       "${H2O_TORCH_ROOT}/include/torch/csrc/api/include")
-target_link_libraries(h2o_torch INTERFACE "${H2O_LIB_torch_cpu}" "${H2O_LIB_c10}")
+target_link_libraries(h2o_torch INTERFACE "${H2O_TORCH_LIB_DIR}/libtorch_cpu.so" "${H2O_TORCH_LIB_DIR}/libc10.so")
 # The PyTorch libraries find their other dependencies beside them.
 target_link_options(h2o_torch INTERFACE "LINKER:-rpath-link,${H2O_TORCH_LIB_DIR}" "LINKER:--allow-shlib-undefined")
+
+# A library with CUDA kernels names these, and finds no folder by itself: programs link them too.
+add_library(h2o_torch_cuda INTERFACE IMPORTED GLOBAL)
+target_link_libraries(h2o_torch_cuda INTERFACE "${H2O_TORCH_LIB_DIR}/libtorch_cuda.so" "${H2O_TORCH_LIB_DIR}/libc10_cuda.so")

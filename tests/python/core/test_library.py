@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 
 import pytest
 import torch
@@ -84,6 +85,17 @@ def test_a_library_that_was_never_built(monkeypatch):
     # None is how Python marks a module that cannot be imported.
     monkeypatch.setitem(sys.modules, "h2o_prefill._C", None)
     with pytest.raises(ImportError, match="is not built for this Python"):
+        _library.build_info()
+
+
+def test_a_source_tree_that_hides_the_installed_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "h2o_prefill._C", None)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    installed = tmp_path / "h2o_prefill"
+    installed.mkdir()
+    (installed / f"_C{EXTENSION_SUFFIXES[0]}").touch()
+    hides = rf"\S+/h2o_prefill hides the h2o_prefill that is installed in {installed}: run Python"
+    with pytest.raises(ImportError, match=hides):
         _library.build_info()
 
 

@@ -1,0 +1,11 @@
+# cmake -P: what the installed library says of itself to the loader.
+file(GLOB libraries RELATIVE "${PREFIX}/${FOLDER}" "${PREFIX}/${FOLDER}/*.so*")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${VERSION}")
+set(name libh2o_prefill.so)
+if(NOT libraries STREQUAL "${name};${name}.${minor};${name}.${VERSION}")
+  message(SEND_ERROR "expected ${name}, ${name}.${minor} and ${name}.${VERSION}, got ${libraries}")
+endif()
+execute_process(COMMAND ${READELF} -d ${PREFIX}/${FOLDER}/${name} OUTPUT_VARIABLE said COMMAND_ERROR_IS_FATAL ANY)
+if(NOT said MATCHES "\\(SONAME\\) [^\n]*\\[${name}\\.${minor}\\]\n" OR said MATCHES "\\((RUNPATH|RPATH)\\)")
+  message(SEND_ERROR "expected the name ${name}.${minor} and no RUNPATH, got\n${said}")
+endif()
