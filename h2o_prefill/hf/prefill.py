@@ -119,7 +119,7 @@ def chunked_prefill(
     elif own is not None:
         cache = StageCache.of(cache, own)
     past = cache.get_seq_length()
-    name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
+    name, tokens, mask = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
@@ -221,7 +221,7 @@ def _run_stages(
     return CausalLMOutputWithPast(logits=logits, **cache_argument(model, cache))
 
 
-def _read_prompt(
+def read_prompt(
     prompt: Any,
     attention_mask: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -256,7 +256,7 @@ def _read_prompt(
 def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
     # Of several processes only the one that embeds would raise, and the others would wait for it.
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+    if tokens.dtype != torch.int64:
         raise ValueError(f"input_ids must be ints, got {tokens.dtype}")
     if vocabulary is not None and tokens.numel() > 0:
         lowest, highest = (int(x) for x in tokens.aminmax())

@@ -171,7 +171,7 @@ class Worker:
 
     def _generate(self, job: Job) -> Finish:
         ids, cached = torch.tensor([job.ids]), 0
-        cache, options, begin = None, {}, time.perf_counter()
+        options, begin = {}, time.perf_counter()
         if job.config is not None:
             cache, cached = self._prefixes.prefill(self.model, ids)
             options = cache_argument(self.model, cache)
@@ -180,10 +180,6 @@ class Worker:
             options |= job.sampling.options()
         text, first = _Text(job, self.tokenizer), 0.0
 
-        def keep() -> None:
-            if cache is not None and self._prefixes.max_bytes:
-                self._prefixes.add(cache)
-
         def add(token_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             nonlocal first
             if text.tokens == 0:
@@ -191,8 +187,6 @@ class Worker:
                 self.counts["prompt_tokens_total"] += len(job.ids)
                 self.counts["reused_tokens_total"] += cached
                 self.counts["prefill_seconds_total"] += first - begin  # type: ignore[assignment]
-                # The next turn may spell the answer in other tokens, or leave it out.
-                keep()
             self.counts["generated_tokens_total"] += 1
             return torch.tensor([text.add(int(token_ids[0, -1]))], device=token_ids.device)
 
@@ -201,7 +195,6 @@ class Worker:
             self.model, ids, job.max_tokens, stopping_criteria=[add], **options
         )
         text.end()
-        keep()
         done = text.stopped or int(ended[0, -1]) in end_tokens(self.model)
         usage = {
             "prompt_tokens": len(job.ids),
