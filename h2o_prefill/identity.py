@@ -250,8 +250,12 @@ def _offloaded(model: nn.Module, name: str) -> Tensor:
 
 def _plain_tensors(weight: Any) -> list[Tensor]:
     """Return the tensors that a weight consists of: several, if it is quantized."""
+    if isinstance(weight, tuple):  # Weight and bias of a layer of torch.ao.
+        return [tensor for part in weight for tensor in _plain_tensors(part)]
     if not isinstance(weight, Tensor):
         return []
+    if weight.is_quantized:
+        weight = weight.dequantize()
     if not is_traceable_wrapper_subclass(weight):
         return [weight.detach()]
     names, _ = weight.__tensor_flatten__()

@@ -413,6 +413,7 @@ class StaticPrefillLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        value_states = value_states.to(key_states.dtype)  # Autocast leaves the keys in float32.
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():

@@ -19,6 +19,7 @@ from h2o_prefill.generation.generate import Sampling
 from h2o_prefill.generation.runs import end_tokens, generate_greedily
 from h2o_prefill.hf import PrefixCache, disable, enable
 from h2o_prefill.hf.cache import cache_argument
+from h2o_prefill.hf.kinds import longest_text
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.serving.protocol import ApiError, Finish
 
@@ -79,8 +80,9 @@ class Worker:
         prefix_bytes: int = 1 << 30,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        longest = getattr(model.config, "max_position_embeddings", None)
-        self.context = min(x for x in (context, longest, 1 << 31) if x is not None)
+        self.context = min(
+            x for x in (context, longest_text(model.config), 1 << 31) if x is not None
+        )
         self.stopping = False
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._queue, self._prefixes = queue, PrefixCache(prefix_bytes)

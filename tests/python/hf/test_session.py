@@ -329,6 +329,22 @@ def test_active_adapters_are_a_part_of_a_cache(adapted, ids, path, inner):
             ChunkedPrefillCache.load(path, model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+def test_packed_weights_are_a_part_of_the_file(build, ids, path):
+    def quantized(change=0.0, part="weight"):
+        model = build("qwen2")
+        getattr(model.model.layers[1].self_attn.k_proj, part)[3] += change
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+    model = quantized()
+    with enable(model, **RECALL):
+        saved_prompt(model, ids, path)
+    ChunkedPrefillCache.load(path, quantized())
+    for part in ("weight", "bias"):
+        with pytest.raises(ValueError, match=r"weights must be .*, got"):
+            ChunkedPrefillCache.load(path, quantized(0.1, part))
+
+
 def test_an_offloaded_model_has_a_session(build, llama, ids, path):
     accelerate = pytest.importorskip("accelerate")
     with enable(llama, **RECALL):
