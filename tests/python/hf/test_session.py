@@ -148,6 +148,10 @@ def test_contexts_of_cpp_have_the_same_files(build, prompt, path):
     assert other.read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match="session must be of the model x, got one of"):
         context.load(str(path), "x")
+    for name in ("two\nlines", '"\\u0041\\', "".join(map(chr, range(1, 300)))):
+        context.save(str(other), name)
+        context.load(str(other), name)
+        assert json.loads(contents(other)[1][KEY])["model"] == name
 
 
 def test_unknown_ids_stay_unknown(llama, ids, path):
