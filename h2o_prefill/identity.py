@@ -34,7 +34,7 @@ CHANGED = {
     "adapters": "active adapters, or their weights,",
     "select": "selection rule",
     "tokenizer": "tokenizer",
-    "settings": "settings",
+    "autocast": "autocast dtype",
 }
 
 # Elements of a weight that are compared between two calls.
@@ -48,6 +48,7 @@ class Marks(NamedTuple):
     adapters: int
     select: str  # the selection rule, empty if there is none
     tokenizer: str  # the text of its tokens that recall compares, empty if there is none
+    autocast: torch.dtype | None  # None: off
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,7 @@ class Origin:
     def after(self, now: Origin, was_sparse: bool) -> Origin:
         """Return the origin after one more call, by what `now` says."""
         changed = "model" if self.model() is not now.model() else ""
-        changed = changed or difference(self.marks, now.marks)
-        if not changed and self.settings != now.settings:
-            changed = "settings"
-        # What else than settings changes outlasts them.
-        if self.changed not in ("", "settings") or not changed:
-            changed = self.changed
+        changed = self.changed or changed or difference(self.marks, now.marks)
         settings = now.settings if was_sparse else self.settings
         return replace(self, settings=settings, changed=changed)
 
@@ -108,11 +104,14 @@ def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -
             samples.setdefault((of_adapter, tensor.device), []).append(flat)
     for (of_adapter, _), found in samples.items():
         counts[of_adapter].append(checksum(torch.cat(found)))
+    kind = model.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return Marks(
         hash(tuple(counts[False])),
         hash((*counts[True], *_active_adapters(model).items())),
         "" if select is None else _rule_word(select),
         "" if token_text is None else f"{checksum(token_text) % 2**64:016x}",
+        torch.get_autocast_dtype(kind) if casts else None,
     )
 
 
@@ -251,8 +250,12 @@ def _offloaded(model: nn.Module, name: str) -> Tensor:
 
 def _plain_tensors(weight: Any) -> list[Tensor]:
     """Return the tensors that a weight consists of: several, if it is quantized."""
+    if isinstance(weight, tuple):  # Weight and bias of a layer of torch.ao.
+        return [tensor for part in weight for tensor in _plain_tensors(part)]
     if not isinstance(weight, Tensor):
         return []
+    if weight.is_quantized:
+        weight = weight.dequantize()
     if not is_traceable_wrapper_subclass(weight):
         return [weight.detach()]
     names, _ = weight.__tensor_flatten__()

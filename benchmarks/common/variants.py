@@ -110,7 +110,6 @@ def session_variants(
         for prompt in prompts:
             cache, _ = store.prefill(network, prompt)
             network.generate(prompt, **cache_argument(network, cache), **options)
-            store.add(cache)
 
     @torch.inference_mode()
     def session() -> None:

@@ -74,9 +74,9 @@ std::vector<Entry> layout(const std::map<std::string, at::Tensor>& tensors) {
 
 std::string to_text(const Header& header) {
   std::string text =
-      c10::str(R"({"__metadata__":{)", quoted(header.key), ":", quoted(header.value), "}");
+      c10::str(R"({"__metadata__":{)", to_json(header.key), ":", to_json(header.value), "}");
   for (const Entry& entry : header.entries) {
-    text += c10::str(",", quoted(entry.name), R"(:{"dtype":")", code_of(entry.dtype),
+    text += c10::str(",", to_json(entry.name), R"(:{"dtype":")", code_of(entry.dtype),
                      R"(","shape":[)", c10::Join(",", entry.shape), R"(],"data_offsets":[)",
                      entry.begin, ",", entry.end, "]}");
   }
@@ -140,6 +140,15 @@ std::string Reader::string() {
   std::string text;
   while (!take("\"")) {
     const bool escaped = take("\\");
+    if (escaped && take("u00")) {
+      const size_t digits = std::min<size_t>(rest_.size(), 2);
+      unsigned char code = 0;
+      const auto read = std::from_chars(rest_.data(), rest_.data() + digits, code, 16);
+      TORCH_CHECK_VALUE(digits == 2 && read.ptr == rest_.data() + digits, "its header is damaged");
+      text += static_cast<char>(code);
+      rest_.remove_prefix(digits);
+      continue;
+    }
     const bool plain = !rest_.empty() && static_cast<unsigned char>(rest_[0]) >= ' ';
     TORCH_CHECK_VALUE(plain && (!escaped || rest_[0] == '"' || rest_[0] == '\\'),
                       "its header is damaged");
@@ -159,9 +168,14 @@ int64_t Reader::integer() {
   return value;
 }
 
-std::string quoted(std::string_view text) {
+std::string to_json(std::string_view text) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
   std::string out = "\"";
   for (const char c : text) {
+    if (const auto code = static_cast<unsigned char>(c); code < ' ') {
+      out += c10::str("\\u00", kDigits[code / 16], kDigits[code % 16]);
+      continue;
+    }
     if (c == '"' || c == '\\') out += '\\';
     out += c;
   }

@@ -49,7 +49,7 @@ class Reader {
   bool take(std::string_view text);
   // Takes a text that must come next.
   void expect(std::string_view text);
-  // A string without control characters and escapes other than of quotes and backslashes.
+  // A string without escapes other than of quotes, backslashes and, by \u00XX, control characters.
   std::string string();
   // A number of at most 18 digits.
   int64_t integer();
@@ -59,7 +59,7 @@ class Reader {
   std::string_view rest_;
 };
 
-// A string as JSON, quoted.
-std::string quoted(std::string_view text);
+// A string as JSON. Under the name `quoted`, std::quoted would be called for a std::string.
+std::string to_json(std::string_view text);
 
 }  // namespace h2o_prefill::safetensors

@@ -135,11 +135,11 @@ void check_session(const SessionFile& session) {
 }
 
 std::string metadata_of(const SessionFile& session, const std::string& sum) {
-  using safetensors::quoted;
+  using safetensors::to_json;
   const auto& key = session.tensors.at(session_prefix(0) + "key");
-  return c10::str(R"({"version":)", kVersion, R"(,"checksum":)", quoted(sum), R"(,"model":)",
-                  quoted(session.model), R"(,"settings":)", quoted(session.settings),
-                  R"(,"dtype":)", quoted(name_of(key.scalar_type())), R"(,"length":)",
+  return c10::str(R"({"version":)", kVersion, R"(,"checksum":)", to_json(sum), R"(,"model":)",
+                  to_json(session.model), R"(,"settings":)", to_json(session.settings),
+                  R"(,"dtype":)", to_json(name_of(key.scalar_type())), R"(,"length":)",
                   session.length, "}");
 }
 

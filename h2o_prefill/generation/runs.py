@@ -72,11 +72,13 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_length(model: nn.Module, length: int, argument: str) -> None:
-    """Raise ValueError for a prompt longer than the model takes, or a model without weights."""
+    """Raise ValueError for a prompt longer than the model was made for, or one without weights."""
+    from h2o_prefill.hf.kinds import longest_text
+
     if next(model.parameters()).is_meta:
         raise ValueError("model must have weights, got one on the meta device")
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(longest, int) and length > longest:
+    longest = longest_text(model.config) if hasattr(model, "config") else None
+    if longest is not None and length > longest:
         raise ValueError(
             f"{argument} must be <= {longest}, the longest that the model takes, got {length}"
         )

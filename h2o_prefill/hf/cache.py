@@ -30,7 +30,6 @@ from h2o_prefill.functional import LayerOptions, attend_in_buffers
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
 from h2o_prefill.identity import (
-    Marks,
     Origin,
     changed_text,
     difference,
@@ -307,9 +306,10 @@ def _session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | No
     model = None if origin is None else origin.model()
     if origin is None or model is None:
         raise ValueError("cache must have been used by an enabled model that still exists")
-    changed = "" if origin.changed == "settings" else origin.changed
-    # The weights and adapters of now; rule and tokenizer of then.
-    changed = changed or difference(origin.marks, Marks(*marks_of(model)[:2], *origin.marks[2:]))
+    # The weights and adapters of now; all else of then.
+    now = marks_of(model)
+    now = origin.marks._replace(weights=now.weights, adapters=now.adapters)
+    changed = origin.changed or difference(origin.marks, now)
     if changed:
         raise ValueError(changed_text(changed))
     config, held = origin.settings, []
@@ -413,6 +413,7 @@ class StaticPrefillLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        value_states = value_states.to(key_states.dtype)  # Autocast leaves the keys in float32.
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():

@@ -452,6 +452,7 @@ def before_forward(
         # A call without a cache verifies no candidates.
         arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
+    context.check_text()
     if compiled:
         leave_shared(context.cache)  # Graphs do not ask which rows they may write.
     bare = all(arguments.get(x) is None for x in ("cache", "attention_mask", "position_ids"))

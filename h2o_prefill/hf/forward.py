@@ -28,6 +28,7 @@ from h2o_prefill.hf.kinds import (
     Span,
     Window,
     is_unpadded,
+    longest_text,
     switched,
     windows_ahead,
 )
@@ -43,6 +44,11 @@ NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cac
 OWN_PADDING = (
     "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
     "called with does not have; pass the mask with this padding as attention_mask"
+)
+TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
+OTHER_TEXT = (
+    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front, "
+    "torch.cat([cache.token_ids, input_ids], dim=1), or pass another cache"
 )
 
 ALL_ROWS = slice(None)
@@ -332,6 +338,26 @@ class ForwardContext:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
 
+    def check_text(self) -> None:
+        """Refuse a prompt that goes on from another text; warn of one that is too long."""
+        length = max(self.begun + self.new, _announced.get())
+        longest = longest_text(self.model.config)
+        if longest is not None and length > longest and TOO_LONG not in self.enabled.reported:
+            self.enabled.reported.add(TOO_LONG)
+            warn("h2o_prefill: " + TOO_LONG.format(longest, length))
+        held = self.cache.token_ids if isinstance(self.cache, KeepsTokenIds) else None
+        told = {} if held is None or self.input_ids is None else _prefill_of_generate()
+        # None, or 0 in chunks: `generate` was given what follows the cache alone.
+        rest = told.get("next_sequence_length")
+        if rest is None or (rest == 0 and told["generation_config"].prefill_chunk_size):
+            return
+        prompt: Tensor = told["input_ids"]
+        if held is None or len(prompt) != len(held):
+            return
+        past = held.shape[1]
+        if prompt.shape[1] <= past or not prompt[:, :past].equal(held.to(prompt.device)):
+            raise ValueError(OTHER_TEXT.format(past))
+
     @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
@@ -346,7 +372,8 @@ class ForwardContext:
             length = 0  # Each row counts for itself.
         else:
             length = max(self.begun + self.new, _announced.get())
-            length = length if self.begun else max(length, _tokens_of_generate())
+            if not self.begun and (generate := _prefill_of_generate()):
+                length = max(length, generate["input_ids"].shape[1])
         return self.enabled.resolve(self.model, length)
 
     @property
@@ -543,12 +570,12 @@ def announce(length: int) -> Iterator[None]:
         _announced.reset(token)
 
 
-def _tokens_of_generate() -> int:
-    """Return the tokens of the prompt that `generate(prefill_chunk_size=...)` cuts, 0 if none."""
+def _prefill_of_generate() -> dict[str, Any]:
+    """Return the variables of the prefill of `generate`, if one is under way."""
     for frame in _frames():
         if frame.f_code.co_name == "_prefill" and "generation_config" in frame.f_locals:
-            return int(frame.f_locals["input_ids"].shape[1])
-    return 0
+            return frame.f_locals
+    return {}
 
 
 def _frames() -> Iterator[FrameType]:

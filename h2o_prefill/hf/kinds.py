@@ -92,6 +92,18 @@ def moving_rope(config: Any) -> dict[str, Any] | None:
     return next((kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
 
 
+def longest_text(config: Any) -> int | None:
+    """Return how many tokens a model was made for, None if its config does not say.
+
+    Dynamic rotary embeddings are for any number.
+    """
+    config = config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = moving_rope(config)
+    dynamic = rope is not None and rope["rope_type"] == "dynamic"
+    return None if dynamic or not isinstance(longest, int) else longest
+
+
 def enabled_of(hf_config: Any) -> Any:
     """Return the `EnabledState` that has switched a Hugging Face config over, None if none has."""
     enabled = switched.get(id(hf_config))

@@ -120,7 +120,7 @@ def chunked_prefill(
     elif own is not None:
         cache = StageCache.of(cache, own)
     past = cache.get_seq_length()
-    name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
+    name, tokens, mask = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
@@ -222,7 +222,7 @@ def _run_stages(
     return CausalLMOutputWithPast(logits=logits, **cache_argument(model, cache))
 
 
-def _read_prompt(
+def read_prompt(
     prompt: Any,
     attention_mask: Tensor | None,
     inputs_embeds: Tensor | None,

@@ -19,6 +19,7 @@ from h2o_prefill.generation.generate import Sampling
 from h2o_prefill.generation.runs import end_tokens, generate_greedily
 from h2o_prefill.hf import PrefixCache, disable, enable
 from h2o_prefill.hf.cache import cache_argument
+from h2o_prefill.hf.kinds import longest_text
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.serving.protocol import ApiError, Finish
 
@@ -79,8 +80,9 @@ class Worker:
         prefix_bytes: int = 1 << 30,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        longest = getattr(model.config, "max_position_embeddings", None)
-        self.context = min(x for x in (context, longest, 1 << 31) if x is not None)
+        self.context = min(
+            x for x in (context, longest_text(model.config), 1 << 31) if x is not None
+        )
         self.stopping = False
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._queue, self._prefixes = queue, PrefixCache(prefix_bytes)
@@ -171,7 +173,7 @@ class Worker:
 
     def _generate(self, job: Job) -> Finish:
         ids, cached = torch.tensor([job.ids]), 0
-        cache, options, begin = None, {}, time.perf_counter()
+        options, begin = {}, time.perf_counter()
         if job.config is not None:
             cache, cached = self._prefixes.prefill(self.model, ids)
             options = cache_argument(self.model, cache)
@@ -180,10 +182,6 @@ class Worker:
             options |= job.sampling.options()
         text, first = _Text(job, self.tokenizer), 0.0
 
-        def keep() -> None:
-            if cache is not None and self._prefixes.max_bytes:
-                self._prefixes.add(cache)
-
         def add(token_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             nonlocal first
             if text.tokens == 0:
@@ -191,8 +189,6 @@ class Worker:
                 self.counts["prompt_tokens_total"] += len(job.ids)
                 self.counts["reused_tokens_total"] += cached
                 self.counts["prefill_seconds_total"] += first - begin  # type: ignore[assignment]
-                # The next turn may spell the answer in other tokens, or leave it out.
-                keep()
             self.counts["generated_tokens_total"] += 1
             return torch.tensor([text.add(int(token_ids[0, -1]))], device=token_ids.device)
 
@@ -201,7 +197,6 @@ class Worker:
             self.model, ids, job.max_tokens, stopping_criteria=[add], **options
         )
         text.end()
-        keep()
         done = text.stopped or int(ended[0, -1]) in end_tokens(self.model)
         usage = {
             "prompt_tokens": len(job.ids),

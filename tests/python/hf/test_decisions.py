@@ -11,7 +11,9 @@ from hf_helpers import (
     assert_close,
     assert_close_under_autocast,
     assert_dense,
+    in_calls,
 )
+from transformers import StaticCache
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
@@ -182,6 +184,18 @@ def test_autocast(llama, ids, sparse_layers):
     llama.config.use_cache = False
     assert_close_under_autocast(llama, ids, **EXACT)
     assert sparse_layers == [72] * 4
+
+
+def test_autocast_with_a_static_cache(llama, ids, sparse_layers):
+    def logits():
+        cache = StaticCache(config=llama.config, max_cache_len=90)
+        return in_calls(llama, cache, ids, (64, 1, 7)).float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = logits()
+        with enable(llama, **EXACT):
+            torch.testing.assert_close(logits(), stock, atol=0.3, rtol=0.1)
+    assert 64 in sparse_layers
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -119,3 +119,27 @@ def test_a_prefill_chunk_size_that_is_too_small_is_said(llama, ids, step):
         llama.generate(ids, past_key_values=cache, prefill_chunk_size=step, max_new_tokens=2)
     ours = [str(w.message) for w in caught if "calls of fewer than 16 tokens" in str(w.message)]
     assert len(ours) == (1 if step < 16 else 0)
+
+
+@pytest.mark.parametrize("chunks", [None, 16])
+@pytest.mark.parametrize("length", [40, 60, 72, 90, 100])
+def test_a_prompt_begins_with_the_text_of_the_cache(llama, ids, make_ids, chunks, length):
+    text, other = torch.cat([ids, ids[:, :28]], dim=1), make_ids(1, 100, seed=5)
+    with enable(llama, **SPARSE):
+        cache = llama(ids).past_key_values
+
+        def answer(prompt, **more):
+            options = {**GREEDY, "prefill_chunk_size": chunks, **more}
+            return llama.generate(prompt, past_key_values=cache.copy(), **options)
+
+        for prompt in (text, other) if length <= 72 else (other,):
+            if length == 72 and chunks:
+                continue  # `generate` takes this for what follows the cache.
+            with pytest.raises(ValueError, match=r"^input_ids must begin with the 72 tokens of"):
+                answer(prompt[:, :length])
+        whole = torch.ones(1, 72 + length, dtype=torch.int64)
+        rest = answer(other[:, :length], attention_mask=whole)
+        if length > 72:
+            assert answer(text[:, :length]).shape[1] == length + 12
+            after = answer(torch.cat([ids, other[:, :length]], dim=1))
+            assert torch.equal(after[:, -12:], rest[:, -12:])

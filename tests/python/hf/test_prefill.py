@@ -7,6 +7,7 @@ from hf_helpers import assert_close, new_cache
 from transformers import BatchEncoding, DynamicCache
 
 from h2o_prefill import chunked_prefill, enable
+from h2o_prefill.generation.runs import check_length
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,25 @@ def test_rotary_embeddings_that_depend_on_the_length_are_said(build, make_ids, k
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
         rope |= {**factors, "original_max_position_embeddings": 48}
-    model = build("llama", rope_parameters=rope, max_position_embeddings=48)
+    most = 48 if kind == "dynamic" else 96
+    model = build("llama", rope_parameters=rope, max_position_embeddings=most)
     with pytest.warns(UserWarning, match=f"{kind} rotary embeddings depend on the tokens"):
         chunked_prefill(model, make_ids(1, 72), chunks_per_call=1, **SPARSE)
     chunked_prefill(model, make_ids(1, 40), chunks_per_call=1, **SPARSE)
+
+
+def test_a_text_that_is_longer_than_the_model_was_made_for_is_said_once(build, ids):
+    model = build("llama", max_position_embeddings=70)
+    with enable(model, **SPARSE):
+        cache = model(ids[:, :70]).past_key_values
+        with pytest.warns(
+            UserWarning, match="made for texts of up to 70 tokens .*, got 72"
+        ) as said:
+            chunked_prefill(model, ids, chunks_per_call=1)  # before the first chunk
+            model(ids[:, 70:71], past_key_values=cache)
+    assert [x.filename for x in said if "made for" in str(x.message)] == [__file__]
+    with pytest.raises(ValueError, match="must be <= 70, the longest that the model takes, got 71"):
+        check_length(model, 71, "prompt")
 
 
 def test_a_prompt_may_be_lists_or_what_a_tokenizer_returns(llama, ids):

@@ -2,135 +2,144 @@
 
 import pytest
 import torch
-import transformers
 from compatibility.tiny_model import build_tiny
 from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
+from transformers import BatchEncoding
 
 from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
-from h2o_prefill.hf.layer import HybridLayer
 from h2o_prefill.selection import snapkv
 
 ROOM = 1 << 30
 
 
-def prefilled(model, ids):
-    cache = new_cache(model)
-    in_calls(model, cache, ids, (ids.shape[1],))
-    return cache
+CHUNK = 16
+EXACT_CHUNKS = "exact,chunk_size=16"
+CHUNKS = "recommended,chunk_size=16,local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
 
 
-def test_a_prompt_goes_on_from_the_longest_text_that_it_begins_with(llama, make_ids):
-    ids = make_ids(1, 120)
+def make(build, name):
+    return build_tiny(name).model if name.endswith("CausalLM") else build(name)
+
+
+def check_answers(model, prompts):
+    """Assert that a store changes no answer to prompts; return how many tokens each reused."""
+    prefixes, reused = PrefixCache(ROOM), []
+    for prompt in prompts:
+        answers = []
+        for store in (prefixes, PrefixCache(0)):
+            cache, found = store.prefill(model, prompt)
+            reused += [found] * (store is prefixes)
+            past = cache.get_seq_length()
+            # The cache goes on, past the next chunk.
+            calls = prompt.shape[1] - past, 1, 1, 24
+            answers.append(
+                in_calls(model, cache, torch.cat([prompt[:, past:], prompt[:, :26]], 1), calls)
+            )
+        assert torch.equal(*answers)
+    return reused
+
+
+# Of a text of random ids: where a prompt leaves it, and its length.
+PROMPTS = [(70, 70), (64, 200), (150, 180), (150, 151), (150, 150), (112, 113), (112, 113)]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *(("llama", {"min_prefill": least}) for least in (16, 40, 64, "auto")),
+        *(("llama", change) for change in ({"error_threshold": 0.01}, {"select": snapkv})),
+        ("llama", {"config": EXACT_CHUNKS}),
+        *((name, {}) for name in ("qwen2-window", "gemma3", "deepseek-v3", "gpt2")),
+        *((name, {}) for name in ("Lfm2ForCausalLM", "FalconH1ForCausalLM")),
+    ],
+)
+@pytest.mark.parametrize("step", [1, -1])
+def test_what_is_stored_never_changes_an_answer(build, make_ids, name, changes, step):
+    """Also where calls take several chunks or are dense, and layers keep no more than a window."""
+    model, (text, other) = make(build, name), make_ids(2, 300)
+    prompts = [
+        torch.cat([text[:left], other[: length - left]])[None] for left, length in PROMPTS[::step]
+    ]
+    with enable(model, **{"config": CHUNKS, **changes}):
+        reused = check_answers(model, prompts)
+    assert reused[0] == 0 and all(found % CHUNK == 0 for found in reused)
+    assert (max(reused) >= 64) == (name != "FalconH1ForCausalLM")
+
+
+def test_a_prompt_goes_on_from_its_last_common_chunk(llama, make_ids):
+    ids, other = make_ids(2, 300)
     prefixes = PrefixCache(ROOM)
     with enable(llama, **RECALL) as handle:
-        for length in (40, 72, 120):
-            prefixes.add(prefilled(llama, ids[:, :length]))
-        other = ids[:, :72].clone()
-        other[:, 30] += 1
-        prefixes.add(prefilled(llama, other))
-        calls = handle.report().layers[0].sparse_rows
-        cache, reused = prefixes.prefill(llama, ids)
-        assert cache.get_seq_length() == reused == 72
-        assert torch.equal(cache.token_ids, ids[:, :72])
-        answer = llama.generate(ids, past_key_values=cache, **GREEDY)
-        assert handle.report().layers[0].sparse_rows == calls + 48
-        reference = prefilled(llama, ids[:, :72])
-        assert torch.equal(answer, llama.generate(ids, past_key_values=reference, **GREEDY))
-        # The next turn of a chat.
-        prefixes.add(cache)
-        turn = torch.cat([answer, ids[:, :20]], dim=1)
-        cache, reused = prefixes.prefill(llama, turn)
-        assert cache.get_seq_length() == reused == answer.shape[1] - 1
-        assert torch.equal(
-            llama.generate(turn, past_key_values=cache, **GREEDY),
-            llama.generate(turn, past_key_values=reference, **GREEDY),
-        )
+        prefixes.prefill(llama, ids[None])
+        rows = handle.report().layers[0].sparse_rows
+        prompt = torch.cat([ids[:250], other[:40]])[None]
+        cache, reused = prefixes.prefill(llama, prompt)
+        assert reused == 240 and cache.get_seq_length() == 288
+        assert torch.equal(cache.token_ids, prompt[:, :288])
+        assert handle.report().layers[0].sparse_rows == rows + 48
+        assert prefixes.prefill(llama, ids[None, :241])[1] == 240
+        assert prefixes.prefill(llama, ids[None, :240])[1] == 224  # a token is left
+    for text in (CHUNKS, CHUNKS + ",dense_tail=6"):
+        with enable(llama, text):
+            assert prefixes.prefill(llama, ids[None])[1] == 0
+    # What follows a dense tail depends on where its call ended.
+    assert prefixes.prefill(llama, ids[None])[0].get_seq_length() == 0
 
 
-def test_texts_of_others_are_not_found(build, llama, ids):
-    prefixes, longer = PrefixCache(ROOM), torch.cat([ids, ids], dim=1)
-    other = build("llama")
+def test_texts_of_others_are_not_found(build, llama, make_ids):
+    prefixes, ids, other = PrefixCache(ROOM), make_ids(1, 72), build("llama")
 
-    def reused(prompt, model=llama):
-        return prefixes.prefill(model, prompt)[1]
+    def reused(model=llama):
+        return prefixes.prefill(model, ids)[1]
 
     with enable(llama, **RECALL):
-        prefixes.add(prefilled(llama, ids))
-        assert reused(ids) == 0  # nothing would be left to prefill
-        assert reused(longer) == 72
-    with enable(llama, **H2O):
-        assert reused(longer) == 0
-    assert reused(longer) == 0
-    with enable(other, **RECALL):
-        assert reused(longer, other) == 0
+        assert reused() == 0
+        with torch.autocast("cpu", torch.bfloat16):
+            assert [reused(), reused()] == [0, 64]
+    for model, settings in ((llama, H2O), (other, RECALL)):
+        with enable(model, **settings):
+            assert reused(model) == 0
+    assert reused() == 0
     with enable(llama, **RECALL):
-        assert reused(longer) == 72
+        assert reused() == 64
         prefixes.clear()
-        assert prefixes.nbytes == 0
-        assert reused(longer) == 0
+        assert prefixes.nbytes == reused() == 0
 
 
-def test_the_least_recently_used_texts_are_removed(llama, make_ids):
-    texts = make_ids(3, 40)
+def test_the_least_recently_used_chunks_are_removed(llama, make_ids):
+    texts, prefixes = make_ids(3, 49), PrefixCache(ROOM)
+
+    def found(row):
+        return prefixes.prefill(llama, texts[row : row + 1])[1]
+
     with enable(llama, **H2O):
-        caches = [prefilled(llama, text[None]) for text in texts]
-        prefixes = PrefixCache(ROOM)
-        prefixes.add(caches[0])
-        each = prefixes.nbytes
-        prefixes = PrefixCache(2 * each)
-
-        def found(row):
-            longer = torch.cat([texts[row], texts[row]])[None]
-            return prefixes.prefill(llama, longer[:, :41])[1] == 40
-
-        prefixes.add(caches[0])
-        prefixes.add(caches[1])
-        prefixes.add(caches[1])
-        assert prefixes.nbytes == 2 * each and found(0)
-        prefixes.add(caches[2])
-        assert [found(row) for row in (0, 2, 1)] == [True, True, False]
+        found(0)
+        each = prefixes.nbytes // 3
+        prefixes = PrefixCache(7 * each)
+        assert [found(row) for row in (0, 1, 0)] == [0, 0, 48]
+        assert prefixes.nbytes == pytest.approx(6 * each, rel=0.1)
+        # Of the second text the end alone goes first.
+        assert [found(row) for row in (2, 0, 1)] == [0, 48, 16]
         assert 0 < prefixes.nbytes <= prefixes.max_bytes
-        none = PrefixCache(0)
-        none.add(caches[0])
-        assert none.nbytes == 0
+        prefixes = PrefixCache(0)
+        assert [found(0), found(0), prefixes.nbytes] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "FalconH1ForCausalLM"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_text_occupies_what_it_needs(build, make_ids, name):
-    recurrent = name == "FalconH1ForCausalLM"
-    if recurrent and HybridLayer is None:
-        pytest.skip(f"transformers {transformers.__version__} has not its layers")
-    model = build_tiny(name).model if recurrent else build(name)
-    prefixes, needed = PrefixCache(ROOM), 0
-    with enable(model, **H2O, select=None if recurrent else snapkv):
-        cache = prefilled(model, make_ids(1, 38))
-        prefixes.add(cache)
-    for layer in cache.layers:
-        parts = [{name: x for name, x in vars(layer).items() if name != "_scores"}]
-        parts += [vars(layer.state)] if getattr(layer, "state", None) else []
-        parts += [getattr(layer, x) for x in ("conv_states", "recurrent_states") if recurrent]
-        needed += sum(x.nbytes for part in parts for x in part.values() if torch.is_tensor(x))
-    assert 20_000 < prefixes.nbytes < 1.15 * needed
+    model, prefixes = build(name), PrefixCache(ROOM)
+    with enable(model, **H2O):
+        cache, _ = prefixes.prefill(model, make_ids(1, 17))
+    needed = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    assert needed < prefixes.nbytes < 1.1 * needed
 
 
-def test_turns_of_a_chat_share_keys_and_values(llama, make_ids):
-    ids, prefixes, alone = make_ids(1, 240), PrefixCache(ROOM), PrefixCache(ROOM)
-    with enable(llama, **H2O):
-        for length in range(24, 241, 24):
-            cache, past = prefixes.prefill(llama, ids[:, :length])
-            assert cache.get_seq_length() == (past or 16) and past == length - 24
-            in_calls(llama, cache, ids[:, past or 16 : length], (24 if past else 8,))
-            prefixes.add(cache)
-        alone.add(cache)
-        # Scores and memory sets are of each turn.
-        assert alone.nbytes < prefixes.nbytes < 1.5 * alone.nbytes
-        whole = new_cache(llama)
-        in_calls(llama, whole, ids[:, :24], (16, 8))
-        for length in range(48, 241, 24):
-            in_calls(llama, whole, ids[:, length - 24 : length], (24,))
-            found, _ = prefixes.prefill(llama, torch.cat([ids[:, :length], ids[:, :1]], dim=1))
-            for ours, layer in zip(found.layers, whole.layers, strict=True):
-                assert torch.equal(ours.keys, layer.keys) and torch.equal(ours.values, layer.values)
+def test_prompts_of_more_chunks_than_calls_fit_on_the_stack(build, make_ids):
+    model = build("llama", num_hidden_layers=1, max_position_embeddings=4096)
+    ids, prefixes = make_ids(1, 2200), PrefixCache(ROOM)
+    with enable(model, "exact", chunk_size=2):
+        prefixes.prefill(model, ids[:, :2197])
+        assert prefixes.prefill(model, ids)[1] == 2196
 
 
 def test_threads_share_texts(llama, make_ids, spawn):
@@ -151,7 +160,6 @@ def test_threads_share_texts(llama, make_ids, spawn):
                 cache, _ = prefixes.prefill(llama, prompt)
                 answer = llama.generate(prompt, past_key_values=cache, **GREEDY)
                 right.append(torch.equal(answer, alone[row]))
-                prefixes.add(cache)
                 prefixes.clear() if row == 4 else None
 
         for thread in [spawn(lambda row=row: answer(row)) for row in range(5)]:
@@ -159,26 +167,29 @@ def test_threads_share_texts(llama, make_ids, spawn):
     assert right == [True] * 15
 
 
-def test_wrong_arguments(llama, ids, make_ids):
-    prefixes = PrefixCache(ROOM)
-    with pytest.raises(ValueError, match="max_bytes must be >= 0, got -1"):
-        PrefixCache(-1)
-    with pytest.raises(ValueError, match=r"input_ids must be \[1, T\]"):
-        prefixes.prefill(llama, make_ids(2, 5))
-    with pytest.raises(ValueError, match="cache must hold one row of known token ids"):
-        prefixes.add(new_cache(llama))
+@pytest.mark.parametrize("most", [-1, float("nan")])
+def test_wrong_sizes(most):
+    with pytest.raises(ValueError, match=f"max_bytes must be >= 0, got {most}"):
+        PrefixCache(most)
+
+
+def test_a_prompt_may_be_what_a_tokenizer_returns(llama, ids):
+    mask, prefixes = torch.ones_like(ids), PrefixCache(ROOM)
     with enable(llama, **H2O):
-        with pytest.raises(ValueError, match="cache must hold one row"):
-            prefixes.add(prefilled(llama, make_ids(2, 40)))
-        cache = new_cache(llama)
-        llama(inputs_embeds=llama.get_input_embeddings()(ids), past_key_values=cache)
-        with pytest.raises(ValueError, match="of known token ids"):
-            prefixes.add(cache)
-
-
-CHUNK = 16
-EXACT_CHUNKS = "exact,chunk_size=16"
-CHUNKS = "recommended,chunk_size=16,local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
+        for prompt in (ids.tolist(), BatchEncoding({"input_ids": ids, "attention_mask": mask})):
+            cache, _ = prefixes.prefill(llama, prompt)
+            assert torch.equal(cache.token_ids, ids[:, :64])
+        padded = {"input_ids": ids, "attention_mask": mask.tril(-1)}
+        for wrong, message in (
+            (ids.repeat(2, 1), r"input_ids must be \[1, T\] without padding, got \[2, 72\]"),
+            (padded, "without padding"),
+            (ids.float(), "input_ids must be ints, got torch.float32"),
+            (ids + 1j, "input_ids must be ints, got torch.complex64"),
+            (ids + 60, r"input_ids must be in \[0, 61\), got"),
+            (None, "either input_ids or inputs_embeds must be given"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                prefixes.prefill(llama, wrong)
 
 
 def kept(model):
@@ -233,44 +244,13 @@ def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, settings):
 
 def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):
     with enable(llama, CHUNKS):
-        cache = prefilled(llama, make_ids(1, 100))
+        cache = new_cache(llama)
+        llama(make_ids(1, 100), past_key_values=cache)
         assert [cache.checkpoint_before(n) for n in (16, 99, 100, 1000)] == [0, 0, 100, 100]
-    dense = prefilled(llama, make_ids(1, 20))
+    dense = new_cache(llama)
+    llama(make_ids(1, 20), past_key_values=dense)
     with enable(llama, CHUNKS):
         assert dense.checkpoint_before(7) == 7
-
-
-@pytest.mark.parametrize("least", [16, 40, 64, None])
-def test_answers_do_not_depend_on_what_is_stored(llama, make_ids, least):
-    """Also where calls take several chunks, or are dense."""
-    ids, prefixes = make_ids(1, 150), PrefixCache(ROOM)
-    text = CHUNKS.replace("min_prefill=16", f"min_prefill={least}") if least else EXACT_CHUNKS
-    reused = 0
-    with enable(llama, text):
-        for length, parting in ((40, 40), (150, 45), (50, 45), (150, 130), (64, 60), (150, 150)):
-            prompt = torch.cat([ids[:, :parting], ids[:, : length - parting]], dim=1)
-            alone, _ = PrefixCache(0).prefill(llama, prompt)
-            cache, found = prefixes.prefill(llama, prompt)
-            if not alone.get_seq_length():
-                assert not cache.get_seq_length()
-                continue
-            assert same_state(cache, alone)
-            llama.generate(prompt, past_key_values=cache, **GREEDY)
-            prefixes.add(cache)
-            reused += found
-    assert reused >= 64
-
-
-def test_with_a_dense_tail_whole_texts_are_reused(llama, make_ids):
-    """What follows a tail depends on where the call ended."""
-    ids, prefixes = make_ids(1, 150), PrefixCache(ROOM)
-    with enable(llama, CHUNKS + ",dense_tail=6"):
-        cache, _ = prefixes.prefill(llama, ids[:, :100])
-        assert cache.get_seq_length() == 0
-        in_calls(llama, cache, ids[:, :100], (100,))
-        prefixes.add(cache)
-        assert prefixes.prefill(llama, ids)[1] == 100
-        assert prefixes.prefill(llama, ids[:, :99])[1] == 0
 
 
 @pytest.mark.parametrize("settings", [CHUNKS, CHUNKS + ",error_threshold=0.01,dense_layers=1"])
@@ -290,9 +270,6 @@ def test_session_files_hold_checkpoints(llama, make_ids, tmp_path, settings):
             in_chunks(llama, one, other)
         assert same_state(cache, loaded)
         assert loaded.checkpoint_before(87) == 80
-        prefixes = PrefixCache(ROOM)
-        prefixes.add(ChunkedPrefillCache.load(path, llama))
-        assert prefixes.prefill(llama, torch.cat([ids[:, :70], other], dim=1))[1] == 64
 
 
 def test_checkpoints_of_two_chunk_sizes_are_not_saved(llama, make_ids, tmp_path):
