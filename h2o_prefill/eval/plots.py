@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool1d
+from torch.nn.functional import adaptive_max_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
@@ -142,6 +143,7 @@ def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
     axes.axhline(0, color=DENSE["color"], label="dense")
     style: Style = {"color": SPARSE["color"], "markersize": 4, "elinewidth": 0.8}
     label = "sparse" if texts == 1 else f"sparse, mean of {texts} texts"
+    label += "; bars: standard errors"
     axes.errorbar(points["flops"], points["loss"], points["error"], fmt="o", label=label, **style)
     best = front(points)
     axes.plot(best["flops"], best["loss"], color="0.5", lw=0.8, zorder=0)
@@ -333,16 +335,28 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
     figure, (axes,) = new_figure(9.6, _map_height(share))
     local = "; black at the end: local window" if window else ""
     label = f"position (tokens); dotted: chunks{local}"
-    columns = adaptive_avg_pool1d(share, min(ends[-1], _MAX_COLUMNS)).numpy()
-    extent = (0, ends[-1], -0.5, len(share) - 0.5)
-    image = _draw_map(axes, columns, measures.layers, label, cmap="magma_r", extent=extent, vmax=1)
+    columns = adaptive_max_pool1d(share, min(ends[-1], _MAX_COLUMNS)).numpy()
+    # A colour for each share that is possible, and nothing between.
+    heads = math.lcm(*measures.kv_heads)
+    image = _draw_map(
+        axes,
+        columns,
+        measures.layers,
+        label,
+        cmap=colormaps["magma_r"].resampled(heads + 1),
+        extent=(0, ends[-1], -0.5, len(share) - 0.5),
+        vmin=-0.5 / heads,
+        vmax=1 + 0.5 / heads,
+    )
     for boundary in ends[:-1]:
         axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
-    figure.colorbar(image, ax=axes, label="share of KV heads that hold it", aspect=30)
+    held = "share of KV heads that hold it (columns of several positions: the most)"
+    ticks = np.arange(heads + 1) / heads if heads <= 16 else None
+    figure.colorbar(image, ax=axes, label=held, aspect=30, ticks=ticks, format="%.2g")
     earlier = share[:, : max(0, ends[-1] - window)]
     mean = 100 * earlier[earlier > 0].mean()
-    finding = f"A key that a layer still holds at the end is held by {mean:.0f} % of its KV heads"
-    return save_figure(figure, path, finding, title)
+    finding = f"a key that a layer still holds at the end is held by {mean:.0f} % of its KV heads"
+    return save_figure(figure, path, f"{_settings(measures)}: {finding}", title)
 
 
 def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
@@ -358,8 +372,13 @@ def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
         head="query head",
     )
     layer, head = error.stack().idxmax()
-    finding = f"Head {head} of layer {layer} errs most, by {error.loc[layer, head]:.1f} %"
-    return save_figure(figure, path, f"{finding}; the mean is {np.nanmean(error):.1f} %", title)
+    finding = f"{_settings(measures)}: head {head} of layer {layer} errs most, by "
+    finding += f"{error.loc[layer, head]:.1f} %; the mean is {np.nanmean(error):.1f} %"
+    return save_figure(figure, path, finding, title)
+
+
+def _settings(measures: AttentionMeasures) -> str:
+    return f"{measures.config.to_string()}, S = {measures.config.chunk_size:,}"
 
 
 ATTENTION_FIGURES = {"memory": plot_memory_sets, "errors": plot_errors}

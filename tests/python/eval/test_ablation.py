@@ -192,6 +192,7 @@ def test_figures_show_the_table(ablate, tmp_path):
         expected = cells["attention_flops_ratio"].agg(lambda ratios: (100 / ratios).mean())
         assert list(flops) == pytest.approx(expected.tolist())
         assert list(loss) == pytest.approx(cells["delta_percent"].mean().tolist())
+        assert "bars: standard errors" in axes.get_legend().texts[-1].get_text()
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
     points = {"flops": [3.0, 1.0, 2.0, 2.0, 4.0], "loss": [8.0, 10.0, 9.0, 8.5, 8.0]}

@@ -24,9 +24,15 @@ def test_the_figures_show_the_arrays(tiny, tmp_path):
         measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
         for name in ("memory", "errors"):
             assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)
-    panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny").axes
+    figure = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny")
+    panel, bar = figure.axes
+    assert figure.get_suptitle().startswith(f"{CONFIG.to_string()}, S = 16: ")
+    # Of two KV heads and of one: three shares are possible, each with a colour.
+    assert panel.images[0].get_cmap().N == 3 and bar.get_yticks().tolist() == [0, 0.5, 1]
     torch.testing.assert_close(_shown(panel), measures.head_share(4))
-    error, mass, *_ = plots.plot_errors(measures, tmp_path / "errors.png", "tiny").axes
+    figure = plots.plot_errors(measures, tmp_path / "errors.png", "tiny")
+    error, mass, *_ = figure.axes
+    assert ", S = 16: " in figure.get_suptitle()
     # The second layer has half the heads.
     absent = [[False] * 4, [False, False, True, True]]
     assert error.images[0].get_array().mask.tolist() == absent
@@ -34,16 +40,16 @@ def test_the_figures_show_the_arrays(tiny, tmp_path):
         torch.testing.assert_close(_shown(axes), 100 * values, equal_nan=True)
 
 
-def test_long_prompts_are_averaged(tiny_model, tmp_path):
+def test_long_prompts_show_the_most_of_several_positions(tiny_model, tmp_path):
     measures = dataclasses.replace(
         measure_attention(tiny_model, PROMPT, CONFIG),
-        config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=4),
-        memory=torch.arange(4, dtype=torch.int32).expand(16, 40, 2, 4),
+        config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=3),
+        memory=torch.arange(3, dtype=torch.int32).expand(16, 40, 2, 3),
         layers=tuple(range(40)),
         kv_heads=(2,) * 40,
         chunk_ends=tuple(128 * (chunk + 1) for chunk in range(16)),
     )
     panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "").axes
-    # 2048 positions in 1024 columns: the four that are held fill two of them.
+    # 2048 positions in 1024 columns: the three that are held fill two of them.
     shown = _shown(panel)
     assert shown.shape == (40, 1024) and shown[0, :4].tolist() == [1, 1, 0, 0]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -110,9 +111,28 @@ def test_the_blocks_of_readme_run_one_after_the_other(smollm2, tmp_path, monkeyp
     names = {}
     for block in blocks:
         block = block.replace("max_new_tokens=50", "max_new_tokens=8")
-        exec(re.sub(r"^name = .*$", 'name = "."', block, flags=re.M), names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # arguments that transformers drops
+            exec(re.sub(r"^name = .*$", 'name = "."', block, flags=re.M), names)
     prompt = names["inputs"]["input_ids"]
     assert prompt.shape[1] > 500 and names["model"].dtype == getattr(torch, dtype)
     assert capsys.readouterr().out.strip(), "the answer is printed"
     assert (tmp_path / "book.session").exists()
     assert torch.equal(names["cache"].token_ids[:, : prompt.shape[1]], prompt)
+    (offline,) = re.findall(r"^# (model, tokenizer = .+)$", blocks[0], re.M)
+    exec(offline, names)
+    assert names["model"].config.max_position_embeddings == 8192
+
+
+def test_one_page_says_from_how_many_tokens_on_prompts_are_sparse():
+    readme = words((ROOT / "README.md").read_text())
+    lengths = re.search("pays for long prompts: (.+) on measured CPUs", readme)[1]
+    low, high, *recommended = (int(x.replace(",", "")) for x in re.findall(r"\d,\d{3}", lengths))
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.empty(0, dtype=dtype)
+        if torch.ops.h2o_prefill.device_cost(like.device, dtype)[2]:
+            for name, ends in (("h2o", (low, high)), ("recommended", recommended)):
+                shortest = h2o_prefill.preset_config(name).shortest_sparse_prompt(like)
+                assert ends[0] <= shortest <= ends[1], (name, dtype)
+    elsewhere = words((DOCS / "use.md").read_text() + (DOCS / "faq.md").read_text())
+    assert not re.search(r"(from|below|at) about [\d,]+ (prompt )?tokens", elsewhere)
