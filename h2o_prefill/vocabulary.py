@@ -19,7 +19,8 @@ _known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 def check_ids(token_ids: Tensor, model: Any) -> None:
     """Raise ValueError unless token ids, of any shape, are ints of a model's vocabulary."""
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+    kind = token_ids.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise ValueError(f"input_ids must be ints, got {token_ids.dtype}")
     if vocabulary is not None and token_ids.numel() > 0:
         for wrong in (int(x) for x in token_ids.aminmax()):
