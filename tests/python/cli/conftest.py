@@ -86,6 +86,5 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
         "visualize": ("visualize", *text, "--preset", PRESET),
         "generate": ("generate", *model, "--max-new-tokens", "5", "--preset", PRESET),
-        "serve": ("serve", *model, "--port", "0"),
         "info": ("info",),
     }

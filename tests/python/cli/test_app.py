@@ -12,7 +12,7 @@ from h2o_prefill.config import PrefillConfig
 
 COMMANDS = (
     *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
-    *("generate", "export", "serve", "info"),
+    *("generate", "export", "info"),
 )
 
 

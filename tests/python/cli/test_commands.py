@@ -25,7 +25,7 @@ SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
 PROFILE = "h2o,chunk_size=16,local_window=3,heavy_budget=3,wide=1.0x2"
 COMMANDS = (
     *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
-    *("generate", "export", "serve"),
+    *("generate", "export"),
 )
 RECALL = f"{SMALL},recall=2,recall_block=32"
 
@@ -92,12 +92,11 @@ def test_without_a_preset_settings_are_those_of_the_profile(
     arguments = {
         "generate": ("words",),
         "export": ("--output", tmp_path / "model.pt2"),
-        "serve": ("--port", 0),
         "ablate": ("--output", tmp_path),
         "visualize": ("--output", tmp_path),
     }
     command_line = [command, "--model", profiled, "--dtype", "float32", *arguments.get(command, ())]
-    if command not in ("generate", "export", "serve"):
+    if command not in ("generate", "export"):
         command_line += ["--dataset", "pydoc"]
     done = run(*command_line)
     assert (done.stderr, found) == ("error: found\n", [PROFILE])

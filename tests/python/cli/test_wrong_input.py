@@ -68,11 +68,6 @@ WRONG = {
         ("--input", "missing.jsonl", "--output", "o"): "--input: no such file: 'missing.jsonl'",
         ("--input", __file__, "--output", "o"): "--input line 1 must be JSON",
     },
-    "serve": {
-        ("--preset", "h2o,dense_layers=9"): "layers of dense_layers must be < 2",
-        ("--port", 70000): "--port",
-        ("--queue", -1): "--queue",
-    },
 }
 
 
