@@ -96,7 +96,7 @@ def test_without_a_preset_settings_are_those_of_the_profile(
         "visualize": ("--output", tmp_path),
     }
     command_line = [command, "--model", profiled, "--dtype", "float32", *arguments.get(command, ())]
-    if command not in ("generate", "export"):
+    if command not in ("generate", "export", "bench"):
         command_line += ["--dataset", "pydoc"]
     done = run(*command_line)
     assert (done.stderr, found) == ("error: found\n", [PROFILE])
