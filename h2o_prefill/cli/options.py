@@ -253,13 +253,6 @@ WindowsOption = Annotated[
         help="Windows of the text to use, as a slice; windows do not overlap.",
     ),
 ]
-ProtocolOption = Annotated[
-    str,
-    typer.Option(
-        help="Tokens of a window that are scored: gptq scores every token but the first, "
-        "llamacpp those in the second half.",
-    ),
-]
 FormatOption = Annotated[
     Literal["png", "svg", "pdf"], typer.Option("--format", help="Format of the figures.")
 ]

@@ -97,10 +97,6 @@ def perplexity_table(result: PerplexityResult) -> Table:
         if before is not None and after is not None:
             change = format_change(100 * (after / before - 1))
             table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
-    if (keys := result.key_tokens) is not None:
-        ppls = (f"{value:.3f}" for value in (keys.dense_ppl, keys.sparse_ppl))
-        change = format_change(keys.delta_percent, keys.stderr_percent)
-        table.add_row(f"{keys.count} key tokens (LongPPL)", *ppls, change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
     faster = f"{dense.seconds / sparse.seconds:.2f}x as fast"

@@ -209,11 +209,11 @@ def test_simulated_processes(run, model_folder):
 def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch):
     import plot
     from common.benchmark import RESULTS
-    from common.losses import PROTOCOL, read_losses
+    from common.losses import read_losses
     from common.report import read_report
     from typer.testing import CliRunner
 
-    facts = {**read_report(RESULTS / "peers.json")["config"], "protocol": PROTOCOL}
+    facts = read_report(RESULTS / "peers.json")["config"]
     assert read_losses([RESULTS / "peers_losses.json"], facts)
     figures = {}
     save = plot.save_figure
