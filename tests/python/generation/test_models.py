@@ -31,20 +31,6 @@ def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder, dtype):
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
-def test_yarn_takes_longer_prompts_by_other_positions(model_folder):
-    model, _ = load_model(f"{model_folder},yarn=2")
-    assert model.config.max_position_embeddings == 1024
-    plain = load_model(str(model_folder))[0].model.rotary_emb.inv_freq
-    slowest = plain / model.model.rotary_emb.inv_freq
-    assert slowest[0] == 1 and slowest[-1] == pytest.approx(2)
-    for factor in ("1", "0.5", "two", "inf", ""):
-        with pytest.raises(ValueError, match=f"yarn must be a number > 1, got '{factor}'"):
-            load_model(f"{model_folder},yarn={factor}")
-    model.save_pretrained(model_folder)
-    with pytest.raises(NotImplementedError, match="plain rotary position embeddings, got llama"):
-        load_model(f"{model_folder},yarn=2")
-
-
 @pytest.mark.usefixtures("offline")
 def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     for dtype in ("float64", "int8", torch.int32):
