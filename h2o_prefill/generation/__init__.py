@@ -2,7 +2,7 @@
 
 | file | job |
 | --- | --- |
-| models.py, gguf.py, hub.py | load a model by its name |
+| models.py, gguf.py | load a model by its name |
 | packages.py, cpp_tokenizer.py, weights.py | write and load a package of a whole model |
 | prompts.py, text.py | token ids of prompts and texts |
 | runs.py | what every run shares: progress, settings, checks, greedy generation |

