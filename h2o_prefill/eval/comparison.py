@@ -60,9 +60,8 @@ class Comparison:
     tokens: int  # of the prompt
     runs: tuple[ComparedRun, ...]
 
-    def table(self) -> list[tuple[str, ...]]:
-        """Return the cells of a table, the headings first."""
-        heads = "", "seconds", "times\nas fast", "mean KL,\nnats"
+    def __str__(self) -> str:
+        heads = "", "seconds", "times as fast", "mean KL, nats"
         rows: list[tuple[str, ...]] = [(*heads, "perplexity", "answer")]
         for run in self.runs:
             answer = " ".join(run.answer.split())
@@ -71,10 +70,6 @@ class Comparison:
             kl = f"{round(run.kl_mean, 4) + 0.0:.4f}"  # no sign where rounding takes it below zero
             lost = kl, format_change(run.delta_percent, run.stderr_percent)
             rows.append((run.name, *measured, *(lost if run.settings else ("", "")), cut))
-        return rows
-
-    def __str__(self) -> str:
-        rows = [[cell.replace("\n", " ") for cell in row] for row in self.table()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *lines])

@@ -66,7 +66,7 @@ def test_compare(report, small_commands, tiny, tmp_path):
     for run in (own, exact):
         measured = run["seconds"], run["speedup"]
         assert _row(table, run["name"])[:2] == pytest.approx(measured, abs=6e-3)
-    assert f" {sparse['kl_mean']:.4f} " in table and "text.txt, 64 tokens" in table
+    assert f" {sparse['kl_mean']:.4f} " in table and "text.txt, medians of 1\n64 tokens" in table
 
     (tmp_path / "prompt.txt").write_text(tiny.SENTENCE * 3)
     command = ("compare", *small_commands["generate"][1:3], "--max-new-tokens", 3)
