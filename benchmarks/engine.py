@@ -24,7 +24,6 @@ app = new_app()
 # Of a request inside of vLLM. "vllm" is the kernel of vLLM.
 VARIANTS = {"vllm": "dense", "exact": "exact", "recommended": "recommended", "h2o": "h2o"}
 OPENVINO = ("dense", "xattention 0.95")
-SERVED = ("exact", "recommended")
 CLIENTS = (1, 8)
 QUESTION = 100  # tokens of a client's own
 
@@ -54,9 +53,9 @@ def engine(
     """Time prompts in one engine whose requests have their settings, and in others, in turns.
 
     CPU seconds of a program's process tell more than its time on a machine that others use. Then
-    one client and eight clients at once ask about one document, in the engine and in this library's
-    server: seconds to the first token of the median and of the last one, first while nothing is
-    cached and then with other questions.
+    one client and eight clients at once ask about one document, in the engine: seconds to the
+    first token of the median and of the last one, first while nothing is cached and then with other
+    questions.
     """
     corpus = read_corpus(text_file)
     threads, dtype, source = max(plan.threads), dtype_name(plan.dtypes[0]), str(packaged_gguf())
@@ -81,9 +80,7 @@ def engine(
         others = {name: Call(started(mode.start())) for name, mode in modes.items()}
         for length in plan.lengths:
             _prefills(report, plan, inside | others, tokens[:length], threads)
-        server = started(programs.server())
-        served = {f"server {name}": Call(server, (name,)) for name in SERVED}
-        _ask(report, inside | served, tokens, max(plan.lengths), threads)
+        _ask(report, inside, tokens, max(plan.lengths), threads)
 
 
 def _prefills(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from common.benchmark import Plan, benchmark, choose, dtype_name, new_app, parse_numbers
 from common.compare import compare
-from common.losses import PROTOCOL, fastest_baselines, measure_losses, read_losses
+from common.losses import fastest_baselines, measure_losses, read_losses
 from common.modes import OURS, Mode, Programs
 from common.report import Report, Row, decoding_fields
 from common.worker import Worker
@@ -96,7 +96,6 @@ def peers(
     has_wikitext2 = text_file is not None or os.environ.get(WIKITEXT2_VARIABLE)
     corpus = load_text("wikitext2" if has_wikitext2 else "pydoc", text_file)
     facts = {"model": Path(source).name, "text": corpus.source, "dtype": dtype}
-    facts |= {"protocol": PROTOCOL}
     known = read_losses(losses or [], facts)
     network, tokenizer = load_model(source, plan.dtypes[0])
     configs = _configs(plan, network, presets)

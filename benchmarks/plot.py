@@ -174,35 +174,21 @@ def _lost(row: Row) -> str:
 
 
 def draw_scale(report: Row, path: Path) -> Path:
-    """Draw the simulated efficiency of processes by their number, and what they receive."""
-    rows = [row for row in report["results"] if "recalled_mb" in row]
+    """Draw the simulated efficiency of stages by their number."""
+    rows = [row for row in report["results"] if "layers_efficiency_percent" in row]
     lengths = sorted({row["length"] for row in rows})
     length = lengths[len(lengths) // 2]
     rows = [row for row in rows if row["length"] == length]
-    figure, (efficiency, traffic) = new_figure(9.6, 4, 2)
-    for axes, field, label, style in (
-        (efficiency, "layers_efficiency_percent", "stages of layers", DENSE),
-        (efficiency, "tokens_efficiency_percent", "ranges of tokens", SPARSE),
-        (traffic, "ring_mb", "ring attention", OTHER),
-        (traffic, "recalled_mb", "recalled rows", SPARSE),
-    ):
-        shown = [row for row in rows if row.get(field)]
-        points = [row["ranks"] for row in shown], [row[field] for row in shown]
-        axes.plot(*points, label=label, **style)
-    for axes in (efficiency, traffic):
-        ticks = [row["ranks"] for row in rows]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, map(str, ticks))
-        axes.set_xlabel("processes")
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
-        open_axes(axes)
-    efficiency.set(ylabel="efficiency (%), simulated", ylim=(0, 105))
-    _use_numbers(traffic, "MB that a process receives in a layer")
-    ranks = max(row["ranks"] for row in rows if "layers_efficiency_percent" in row)
-    (row,) = (row for row in rows if row["ranks"] == ranks)
-    layers, tokens = (row[f"{name}_efficiency_percent"] for name in ("layers", "tokens"))
-    finding = f"{length:,} tokens on {ranks} processes: {layers:.0f} % efficiency by layers"
-    return _save(figure, path, f"{finding}, {tokens:.0f} % by tokens", report)
+    ranks = [row["ranks"] for row in rows]
+    percent = [row["layers_efficiency_percent"] for row in rows]
+    figure, (axes,) = new_figure(6, 4)
+    axes.plot(ranks, percent, **SPARSE)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, map(str, ranks))
+    axes.set(xlabel="processes", ylabel="efficiency (%), simulated", ylim=(0, 105))
+    open_axes(axes)
+    finding = f"{length:,} tokens on {ranks[-1]} processes: {percent[-1]:.0f} % efficiency"
+    return _save(figure, path, finding, report)
 
 
 def draw_crossover(report: Row, path: Path) -> Path:

@@ -34,7 +34,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops, dense_dot_products
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import WindowScores, perplexity, relative_difference, score_window
-from h2o_prefill.eval.windows import scored_rows, select_windows
+from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation.runs import DENSE
 from h2o_prefill.profile import count_heads
 from h2o_prefill.vocabulary import text_for
@@ -286,7 +286,7 @@ def losses(
 ) -> Row:
     """Return what sparse logits lose against dense ones, in rows from `first` on."""
     windows = [
-        score_window(exact, found, ids[0], scored_rows("gptq", ids.shape[1])[first:])
+        score_window(exact, found, ids[0], range(first, ids.shape[1] - 1))
         for exact, found, ids in zip(dense, sparse, prompts, strict=True)
     ]
     scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))

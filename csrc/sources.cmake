@@ -19,7 +19,6 @@ set(H2O_HOST_SOURCES
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
-    core/compact_past.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp

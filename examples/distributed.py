@@ -1,10 +1,9 @@
-"""Continues a text in several processes, each with some of the layers or some of the tokens.
+"""Continues a text in several processes, each with some of the layers.
 
     torchrun --standalone --nproc-per-node 2 examples/distributed.py --text-file book.txt
 
-With --split layers, each process loads its layers alone and works on another chunk of the prompt;
-with --split tokens, each has the whole model and prefills its range of the prompt. One process
-(`python examples/distributed.py`) gives the same tokens.
+Each process loads its layers alone and works on another chunk of the prompt. One process (`python
+examples/distributed.py`) gives the same tokens.
 """
 
 import argparse
@@ -24,7 +23,6 @@ from h2o_prefill.generation import DEFAULT_MODEL, load_model, load_text
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--split", choices=("layers", "tokens"), default="layers")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as in h2o-prefill ppl")
     parser.add_argument("--text-file", type=Path, help="UTF-8 text; by default some English")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text to read")
@@ -34,14 +32,12 @@ def main() -> None:
     count, distributed = int(os.environ.get("WORLD_SIZE", 1)), {}
     if count > 1:
         dist.init_process_group()  # gloo, and nccl for what is on GPUs
-        if options.split == "layers":
-            distributed = {"distributed_config": DistributedConfig(pp_size=count)}
+        distributed = {"distributed_config": DistributedConfig(pp_size=count)}
     model, tokenizer = load_model(options.model, options.dtype, **distributed)
     file = options.text_file
     text = load_text("pydoc").text if file is None else file.read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, : options.tokens]
-    group = dist.group.WORLD if count > 1 and options.split == "tokens" else None
-    with enable(model, tokenizer=tokenizer, process_group=group):
+    with enable(model, tokenizer=tokenizer):
         begin = time.monotonic()
         output = chunked_prefill(model, ids.to(model.device))
         seconds = time.monotonic() - begin

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
     from h2o_prefill.hf.enable import explain as explain
-    from h2o_prefill.hf.parallel import gather_cache as gather_cache
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
     from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.package import PrefillPackage as PrefillPackage
@@ -47,7 +46,6 @@ _LAZY = {
     "disable": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
     "explain": "h2o_prefill.hf",
-    "gather_cache": "h2o_prefill.hf",
 }
 # Modules that are loaded on first use. `import *` takes two of them: `eval` is also a builtin.
 _MODULES = ("distributed", "eval", "generation", "reference", "vocabulary")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -181,22 +181,3 @@ def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: 
     sizes = torch.cat([x.diff() for x in rows])
     ends = torch.cat([offsets[:1], sizes.cumsum(0, dtype=torch.int32)])
     return ends, positions[kept], visible_from[kept]
-
-
-def merge_all(parts: Iterable[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Merge attention results over disjoint keys, each an output and its lse."""
-    return reduce(lambda one, other: ops.merge_states(*one, *other), parts)
-
-
-def attend_to_all(
-    query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
-) -> tuple[Tensor, Tensor]:
-    """Return the attention of every row of `query` [B, Hq, T, D] to all keys, and its lse.
-
-    Sinks are left out: they count once where results are merged.
-    """
-    scale, _, softcap = options
-    # A query head for each row: one row sees every key.
-    flat = query.reshape(len(query), -1, 1, query.shape[3])
-    out, lse = ops.sliding_window_attention(flat, key, value, key.shape[2], scale, None, softcap)
-    return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])

@@ -95,12 +95,6 @@ class PrefillState:
         """Scores, memory, last_chunk_begin and errors: the state as operators take it."""
         return self.scores, self.memory, self.last_chunk_begin, self.errors
 
-    @classmethod
-    def of(cls, fields: tuple[Tensor, Tensor, int, Tensor]) -> PrefillState:
-        """Return the state with these `fields`."""
-        scores, memory, last_chunk_begin, errors = fields
-        return cls(scores, memory, scores.shape[2], last_chunk_begin, errors)
-
     def truncated(self, length: int) -> PrefillState | None:
         """Return the state of the first `length` tokens, None if there are none.
 

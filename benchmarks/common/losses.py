@@ -15,9 +15,7 @@ from common.compare import Timings
 from common.modes import OURS, Mode
 from common.report import Row, read_report
 from h2o_prefill.eval.scores import perplexity, relative_difference
-from h2o_prefill.eval.windows import scored_rows, select_windows
-
-PROTOCOL = "gptq"
+from h2o_prefill.eval.windows import select_windows
 
 # What a row keeps of a loss, and what must be the same in an earlier run to take its losses over.
 _FIELDS = (
@@ -28,7 +26,7 @@ _FIELDS = (
     "kl_estimate",
     "scored_tokens",
 )
-_FACTS = ("model", "text", "dtype", "protocol")
+_FACTS = ("model", "text", "dtype")
 
 # Losses by length and mode.
 Known = dict[tuple[int, str], Row]
@@ -42,7 +40,6 @@ def measure_losses(
     A dense mode that does not tell probabilities has a loss of 0 by definition, and no perplexity.
     """
     selected, batches = select_windows(tokens, length, windows)
-    rows = scored_rows(PROTOCOL, length)
 
     @functools.cache
     def nll(name: str) -> Tensor | None:
@@ -51,7 +48,7 @@ def measure_losses(
         # A process of its own: logits of all rows take memory that a prefill does not.
         worker = modes[name].start()
         try:
-            scores = torch.from_numpy(worker.nll(batches.tolist(), rows.start, rows.stop))
+            scores = torch.from_numpy(worker.nll(batches.tolist(), 0, length - 1))
         finally:
             worker.close()
         if not bool(scores.isfinite().all()):

@@ -185,11 +185,6 @@ class Programs:
         arguments = {"folder": folder, "threads": self._threads, "dtype": self._dtype}
         return Worker(python, "common.engine:Engine", arguments)
 
-    def server(self) -> Worker:
-        """Start what this library's server does with its requests."""
-        arguments = {"model": self._model, "threads": self._threads, "dtype": self._dtype}
-        return Worker(Path(sys.executable), "common.served:Server", arguments)
-
     def _pretrained(self, model: Any, tokenizer: Any) -> Path:
         """Return the model as a folder of transformers."""
         folder = self._formats / "huggingface"

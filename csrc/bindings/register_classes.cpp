@@ -14,7 +14,6 @@
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
-#include "h2o_prefill/compact_past.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/memory_set_tracker.h"
@@ -30,7 +29,6 @@ using Chunks = c10::intrusive_ptr<ChunkManager>;
 using Cache = c10::intrusive_ptr<ChunkedKVCache>;
 using Tracker = c10::intrusive_ptr<MemorySetTracker>;
 using Attention = c10::intrusive_ptr<ChunkedSparseAttention>;
-using Past = c10::intrusive_ptr<CompactPast>;
 using Context = c10::intrusive_ptr<PrefillContext>;
 
 // The result of lexical_recall in TorchScript.
@@ -42,17 +40,12 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
   return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
 }
 
-// The fields of LayerState and of MemoryRows.
+// The fields of LayerState.
 using StateFields = std::tuple<at::Tensor, at::Tensor, int64_t, at::Tensor>;
-using RowFields = std::vector<at::Tensor>;
 
 LayerState layer_state(const StateFields& state) {
   const auto& [scores, memory, last_chunk_begin, errors] = state;
   return {scores, memory, last_chunk_begin, errors};
-}
-
-StateFields fields_of(const LayerState& state) {
-  return {state.scores, state.memory, state.last_chunk_begin, state.errors};
 }
 
 // The constructor takes every field by name, and there is a read-only attribute for each.
@@ -111,25 +104,6 @@ void register_config(torch::Library& m) {
            {arg("head"), arg("layer") = std::nullopt})
       .def("memory_size", of(&PrefillConfig::memory_size),
            "Return the positions that a memory set holds at most: K + L + H.")
-      .def("memory_width",
-           [](const Config& self, const at::Tensor& errors) {
-             return memory_width(errors, self->held);
-           },
-           "Return the most positions of a head's memory set with these errors, [B, Hkv, 4].",
-           {arg("errors")})
-      .def("record_errors",
-           [](const Config& self, const at::Tensor& errors, const at::Tensor& error) {
-             check_errors(errors, error.unsqueeze(-1));
-             record_errors(errors, error, widening_of(self->held));
-           },
-           "Add the errors of a chunk, [B, Hkv], to errors, float32 [B, Hkv, 4], in place.",
-           {arg("errors"), arg("error")})
-      .def("measured_rows",
-           [](const Config& self, int64_t begin, int64_t count) {
-             return measured_rows(self->held, begin, count);
-           },
-           "Return which of the `count` rows of a chunk that begins at `begin` are measured.",
-           {arg("begin"), arg("count")})
       .def("next_memory",
            [](const Config& self, const StateFields& state) {
              return next_memory(layer_state(state), self->held);
@@ -280,59 +254,6 @@ void register_tracker(torch::Library& m) {
   add_state(cls);
 }
 
-void register_past(torch::Library& m) {
-  m.class_<CompactPast>("CompactPast")
-      .def(torch::init([](int64_t begin, const at::Tensor& needed, const at::Tensor& key,
-                          const at::Tensor& value, int64_t room,
-                          const std::optional<RowFields>& memory) {
-             std::optional<MemoryRows> rows;
-             if (memory) {
-               const RowFields& x = *memory;
-               rows = {x.at(0), x.at(1), x.at(2), x.at(3), x.at(4)};
-             }
-             return c10::make_intrusive<CompactPast>(begin, needed, key, value, room, rows);
-           }),
-           "The rows that a range of chunks can see of the past of one layer.",
-           {arg("begin"), arg("needed"), arg("key"), arg("value"), arg("room") = 0,
-            arg("memory") = std::optional<RowFields>()})
-      .def("table", of(&CompactPast::table), "Return the positions of the rows, int64 [P].")
-      .def("keys", &CompactPast::keys, "Return the keys [B, Hkv, P + own, D].")
-      .def("values", &CompactPast::values, "Return the values [B, Hkv, P + own, Dv].")
-      .def("append", &CompactPast::append,
-           "Write keys and values of the next tokens of the range; return all of them.",
-           {arg("key"), arg("value")})
-      .def(
-          "state",
-          [](const Past& self) {
-            const LayerState& state = self->state();
-            return state.scores.defined() ? std::optional(fields_of(state)) : std::nullopt;
-          },
-          "Return the state at the beginning of the range, by rows; None without memory sets.")
-      .def("recall_lists",
-           [](const Past& self, const Lists& lists) {
-             const RecallLists made = self->recall_lists(recall_lists(lists));
-             return Lists{made.offsets, made.positions, made.visible_from};
-           },
-           "Return lists of recalled keys with numbers of rows in place of positions.",
-           {arg("lists")})
-      .def("positions_of", &CompactPast::positions_of, "Return the positions of rows, int32.",
-           {arg("numbers")})
-      .def("memory_rows",
-           [](const Past& self, const StateFields& state, const at::Tensor& keys,
-              const at::Tensor& values, const Config& config) {
-             const MemoryRows rows =
-                 self->memory_rows(layer_state(state), keys, values, config->held);
-             return RowFields{rows.positions, rows.scores, rows.keys, rows.values, rows.errors};
-           },
-           "Return the memory sets that the next range begins with.",
-           {arg("state"), arg("keys"), arg("values"), arg("config")})
-      .def("whole_state",
-           [](const Past& self, const StateFields& state) {
-             return fields_of(self->whole_state(layer_state(state)));
-           },
-           "Return the state after the range by positions.", {arg("state")});
-}
-
 void register_attention(torch::Library& m) {
   m.class_<ChunkedSparseAttention>("ChunkedSparseAttention")
       .def(torch::init([](const Config& config) {
@@ -424,7 +345,6 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_chunk_manager(m);
   register_cache(m);
   register_tracker(m);
-  register_past(m);
   register_attention(m);
   register_context(m);
 }

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "h2o_prefill/ops.h"
-
 namespace h2o_prefill {
 
 WideningRule widening_of(const PrefillConfig& settings) {
@@ -69,6 +67,14 @@ at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t
     selected.push_back(select(of_unit(known), of_unit(sets), budget.scaled(factors[unit])));
   }
   return at::cat(selected, 1).view({sets.size(0), sets.size(1), width});
+}
+
+at::Tensor next_memory(const LayerState& state, const PrefillConfig& settings) {
+  const auto budget = budget_of(settings);
+  const auto factors = factors_of_heads(settings, state.errors, state.memory.sizes());
+  const int32_t widest = factors.empty() ? 1 : std::ranges::max(factors);
+  return select_sets(state.scores, state.memory, state.last_chunk_begin, state.scores.size(2),
+                     budget, factors, budget.scaled(widest).width());
 }
 
 }  // namespace h2o_prefill

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "h2o_prefill/config.h"
+#include "h2o_prefill/ops.h"
 #include "kernels/key_sets.h"
 #include "kernels/widening.h"
 
@@ -35,5 +36,9 @@ void record_errors(const at::Tensor& errors, const at::Tensor& error, const Wide
 at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t chunk_begin,
                        int64_t chunk_end, const MemoryBudget& budget,
                        const std::vector<int32_t>& factors, int64_t width);
+
+// Returns the set that the next chunk after a state attends to, int32 [B, Hkv, K + L + H], with the
+// budget of the head whose budget is largest.
+at::Tensor next_memory(const LayerState& state, const PrefillConfig& settings);
 
 }  // namespace h2o_prefill

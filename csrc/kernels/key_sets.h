@@ -24,7 +24,7 @@ struct RowRange {
 // The rows of a chunk that add to scores: one of each `every` consecutive rows, all of them if that
 // is 1, counted from the chunk's first. It is a hashed one, since fixed strides coincide with
 // recall blocks. The hash is a step of Fishman and Moore's generator (SIAM J. Sci. Stat. Comput. 7,
-// 1986). It knows no positions, which a history that is held compactly changes.
+// 1986).
 struct ScoredRows {
   int64_t every = 1;
 

@@ -52,7 +52,6 @@ def ablate(
         "4096", metavar="N,N,...", help="Window length in tokens.", rich_help_panel=_GRID
     ),
     windows: options.WindowsOption = "0:6",
-    protocol: options.ProtocolOption = "gptq",
     preset: Annotated[
         list[str] | None,
         options.preset_option("Settings of fields that no option of the grid names; repeatable"),
@@ -101,14 +100,13 @@ def ablate(
                 datasets=texts,
                 contexts=contexts,
                 windows=windows,
-                protocol=protocol,
                 tokenizer=tokenizer,
                 model_name=model.model,
                 select=rule,
                 cluster=workers,
                 on_progress=show,
             )
-        title = f"{model}, windows {windows}, {protocol}, {len(frame)} cells\n"
+        title = f"{model}, windows {windows}, {len(frame)} cells\n"
         title += "; ".join(options.describe(network, config, **given) for config in base)
         title += f", select={select}" if select else ""
         console.stderr.print(f"wrote {csv_file}")

@@ -17,7 +17,6 @@ from h2o_prefill.cli.generate import generate
 from h2o_prefill.cli.info import info
 from h2o_prefill.cli.ppl import ppl
 from h2o_prefill.cli.retrieve import retrieve
-from h2o_prefill.cli.serve import serve
 from h2o_prefill.cli.visualize import visualize
 
 
@@ -57,5 +56,5 @@ def _options(
 
 
 _MEASURING = (compare, ppl, ablate, calibrate, bench, retrieve, visualize)
-for _command in (*_MEASURING, generate, export, serve, info):
+for _command in (*_MEASURING, generate, export, info):
     app.command()(_command)

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from h2o_prefill import eval as evaluation
-from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.windows import select_windows
@@ -71,12 +71,11 @@ def compare(
             repeats=repeats,
             on_progress=show,
         )
-    title = f"{model}, {corpus.name}, {result.tokens} tokens\n"
-    title += f"seconds to the first new token, median of {repeats}"
+    title = f"{model}, {corpus.name}, medians of {repeats}"
     name = result.runs[-1].name
     origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
     report.write(lambda: build_report(origin, **dataclasses.asdict(result)))
-    report.show(title, tables.comparison_table(result))
+    report.show(title, str(result))
 
 
 def _default_context(network: Any, tokens: torch.Tensor, repeats: int) -> int:

@@ -1,4 +1,4 @@
-"""`h2o-prefill generate`: continue a prompt, or each prompt of a file, with sparse prefill."""
+"""`h2o-prefill generate`: continue a prompt after sparse prefill."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import typer
 from rich.console import Console
 
 from h2o_prefill.cli import console, options, outputs
-from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation import answer_prompts, read_prompts
 from h2o_prefill.generation.prompts import check_prompt, encode_turn, without_middle
 from h2o_prefill.generation.text import read_text
 
@@ -82,31 +80,6 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
-class FileOptions:
-    """A file of prompts."""
-
-    PANEL: ClassVar = "Many prompts"
-    input_file: Path | None = typer.Option(
-        None,
-        "--input",
-        metavar="FILE",
-        help='Prompts to answer, as JSON lines: {"prompt": text, "id": text or number}; '
-        "without an id it is the number of the line.",
-    )
-    output: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Answers as JSON lines; the same command continues with the prompts that have none.",
-    )
-    batch_tokens: int = typer.Option(
-        16384,
-        min=1,
-        help="Tokens of a batch of prompts, with padding and new tokens, at most; a longer "
-        "prompt is a batch by itself.",
-    )
-
-
-@dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are drawn."""
 
@@ -137,11 +110,9 @@ class SamplingOptions:
 @options.command
 def generate(
     one: PromptOptions,
-    many: FileOptions,
     model: options.ModelOptions,
     sampling: SamplingOptions,
     settings: options.SettingsOptions,
-    cluster: options.ClusterOptions,
     max_new_tokens: int = typer.Option(128, min=1, help="Maximum number of tokens to generate."),
     chat: bool = typer.Option(
         True,
@@ -149,42 +120,17 @@ def generate(
         help="Put the prompt into the model's chat template, or use it as it is.",
     ),
 ) -> None:
-    """Continue a prompt, or each prompt of a file, after sparse prefill.
+    """Continue a prompt after sparse prefill.
 
     Prompts for which dense attention is faster are dense. Decoding attends to the whole KV cache.
-    The prompts of --input are answered in batches of similar length, here or on a Dask cluster. An
-    answer is written as soon as its batch is done; a prompt that is empty, too long or fails gets a
-    line with an error, and is tried again by the next run.
     """
-    if one.draft_tokens is not None and one.package is None:
-        raise ValueError("--draft-tokens needs --package")
-    settings.check()
-    if many.input_file is None and many.output is None:
-        if options.given(cluster):
-            raise ValueError("a Dask cluster answers the prompts of --input: give a file")
-        _answer_prompt(one, model, sampling.find(), settings, max_new_tokens, chat)
-    elif options.given(one) or sampling.find():
-        raise ValueError(
-            "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
-            "sampling beside it"
-        )
-    else:
-        limits = {"max_new_tokens": max_new_tokens, "chat": chat}
-        _answer_file(many, model, settings, cluster, **limits)
-
-
-def _answer_prompt(
-    one: PromptOptions,
-    model: options.ModelOptions,
-    sampling: Sampling | None,
-    settings: options.SettingsOptions,
-    max_new_tokens: int,
-    chat: bool,
-) -> None:
     from h2o_prefill.generation.generate import generate_timed, open_session
     from h2o_prefill.generation.packages import load_package
     from h2o_prefill.hf import enable
 
+    if one.draft_tokens is not None and one.package is None:
+        raise ValueError("--draft-tokens needs --package")
+    settings.check()
     text = one.read()
     if one.package is not None and options.given(settings):
         raise ValueError("--package has its own settings: leave out --preset and the sizes")
@@ -208,7 +154,7 @@ def _answer_prompt(
         kept = None if one.session is None else open_session(one.session, network)
         before = None if kept is None else kept.token_ids
         ids = one.encode(tokenizer, text, before, chat)
-        given = ids, max_new_tokens, show, kept, sampling, one.draft_tokens or 0
+        given = ids, max_new_tokens, show, kept, sampling.find(), one.draft_tokens or 0
         with contextlib.nullcontext() if one.package else _bar_of_layers(network):
             timing = generate_timed(network, tokenizer, *given)
         past = 0 if before is None else before.shape[1]
@@ -262,32 +208,3 @@ def _summary(timing: GenerationTiming, config: PrefillConfig, kl: float, past: i
         f"prefill {timing.prompt_tokens} tokens {after}in {timing.prefill_seconds:.2f} s ({mode}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"
     )
-
-
-def _answer_file(
-    many: FileOptions,
-    model: options.ModelOptions,
-    settings: options.SettingsOptions,
-    cluster: options.ClusterOptions,
-    **limits: Any,
-) -> None:
-    input_file, output = many.input_file, many.output
-    if input_file is None or output is None:
-        raise ValueError("give --input and --output, both")
-    kept = f"answers are kept in {str(output)!r}, the same command continues with the other prompts"
-    with kept_on_interrupt(kept):
-        prompts = read_prompts(input_file, "--input")
-        outputs.check_output_file(output, "--output")
-        network, tokenizer = model.load()
-        given = network, tokenizer, prompts, output, settings.find(network)
-        with cluster.connect(model) as workers, console.show_progress("generate") as show:
-            limits |= {"batch_tokens": many.batch_tokens, "cluster": workers}
-            found = answer_prompts(*given, on_progress=show, **limits)
-    console.stderr.print(f"wrote {output}")
-    console.stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
-    if found.failed:
-        first = found.failed[0]
-        raise RuntimeError(
-            f"{len(found.failed)} of {len(prompts)} prompts have no answer, first that with id "
-            f"{first['id']!r}: {first['error']}"
-        )

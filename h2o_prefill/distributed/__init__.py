@@ -2,17 +2,13 @@
 
 | file | job |
 | --- | --- |
-| exact_rows.py | exact attention of single rows to all ranges before theirs |
 | group.py | one group of processes: what all must agree on, and what they pass on to all |
 | pipeline.py | chunks of a prompt through the stages of a model |
-| sequence.py | ranges of a prompt, and the rows that each needs of those before |
 
 This package knows modules and tensors alone: `h2o_prefill.hf` makes stages of transformers' models.
 """
 
 from __future__ import annotations
 
-from h2o_prefill.distributed.exact_rows import ExactRows, measured_rows
 from h2o_prefill.distributed.group import DistributedPrefillError, Ranks
 from h2o_prefill.distributed.pipeline import PipelinePrefill
-from h2o_prefill.distributed.sequence import CompactPast, MemoryRows, SequencePrefill, ShardPlan

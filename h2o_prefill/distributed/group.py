@@ -75,33 +75,12 @@ class Ranks:
         """Return the rank of a process in the default group."""
         return dist.get_global_rank(self.group, number)
 
-    def send(self, number: int, message: Tensor, layer: int, tag: int) -> Callable[[], None]:
-        """Begin to send to a process; return a function that waits until it has the message."""
-        with self.waiting(lambda: number, layer):
-            work = dist.isend(message, self.rank_of(number), self.group, tag)
-        assert work is not None
-
-        def wait(_: Tensor = message) -> None:  # The message lives until it has arrived.
-            with self.waiting(lambda: number, layer):
-                work.wait()
-
-        return wait
-
-    def receive(self, number: int, message: Tensor, layer: int, tag: int) -> Tensor:
-        """Wait for what a process sends; return `message`, filled."""
-        with self.waiting(lambda: number, layer):
-            dist.recv(message, self.rank_of(number), self.group, tag)
-        return message
-
     @contextlib.contextmanager
-    def waiting(
-        self, peer: Callable[[], int | None] | None = None, layer: int | None = None
-    ) -> Iterator[None]:
+    def waiting(self, peer: Callable[[], int | None] | None = None) -> Iterator[None]:
         """Turn errors of communication in a block into `DistributedPrefillError`.
 
         `peer` returns the number of the process that is waited for, None if an error is of this
-        process. Without it, all processes are waited for. `layer`: default, the layer of this
-        process next to that one.
+        process. Without it, all processes are waited for.
         """
         try:
             yield
@@ -110,8 +89,7 @@ class Ranks:
             if peer is not None and number is None:
                 raise
             before = number is not None and number < self.number
-            if layer is None:
-                layer = self.layers[0] if before or number is None else self.layers[-1]
+            layer = self.layers[0] if before or number is None else self.layers[-1]
             rank = None if number is None else self.rank_of(number)
             why = str(error).partition("\n")[0]
             raise DistributedPrefillError(dist.get_rank(), layer, rank, why) from error

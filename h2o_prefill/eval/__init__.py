@@ -10,8 +10,6 @@ Arguments that several evaluations share:
   text. Default: what `enable` takes.
 - `context` is the number of tokens of a window, at least two chunks, and `windows` a slice
   "begin:end" of the windows of a text, which do not overlap.
-- `protocol` says which tokens of a window are scored: "gptq" all but the first, "llamacpp" the
-  second half; it also puts BOS first in each window, if the tokenizer adds it.
 - `select` is a selection rule for the sparse runs, as `enable` takes it.
 - `cluster` is a `ModelCluster` whose workers have the same model and measure the pieces. Default:
   this process measures.
@@ -33,7 +31,6 @@ from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
 from h2o_prefill.eval.perplexity import PerplexityResult, check_settings, evaluate_perplexity
 from h2o_prefill.eval.retrieval import evaluate_retrieval
 from h2o_prefill.eval.timing import benchmark_throughput, profile_memory
-from h2o_prefill.eval.windows import PROTOCOLS
 
 if TYPE_CHECKING:
     from h2o_prefill.eval.plots import visualize_attention_patterns

@@ -19,7 +19,7 @@ from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
 from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
-from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
+from h2o_prefill.eval.windows import parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -56,7 +56,6 @@ def build_grid(
     axes: Mapping[str, Sequence[Any]],
     contexts: Sequence[int],
     bases: Sequence[PrefillConfig],
-    protocol: str = "gptq",
 ) -> list[tuple[int, PrefillConfig]]:
     """Combine values, as `run_ablation` takes them, into tokens of a window and settings.
 
@@ -86,7 +85,7 @@ def build_grid(
             changes = dict(zip(axes, settings, strict=True))
             try:
                 config = one.with_fields(**changes)
-                check_settings(config, context, "0:1", protocol)
+                check_settings(config, context, "0:1")
             except ValueError as error:
                 described = {"context": context, **changes}.items()
                 text = " ".join(f"{name}={format_value(value)}" for name, value in described)
@@ -125,7 +124,6 @@ def run_ablation(
     datasets: Sequence[str | Corpus] = ("wikitext2",),
     contexts: Sequence[int] = (4096,),
     windows: str = "0:6",
-    protocol: str = "gptq",
     tokenizer: Any = None,
     dtype: str = "float32",
     device: str = "cpu",
@@ -167,7 +165,7 @@ def run_ablation(
     cluster : ModelCluster, optional
         Workers that measure the cells; the table is written here. Each of them runs the windows
         densely once.
-    model, windows, protocol, tokenizer, on_progress
+    model, windows, tokenizer, on_progress
         As in `h2o_prefill.eval`.
 
     Returns
@@ -195,13 +193,13 @@ def run_ablation(
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
     chosen = [sparse_settings_for(network, one) for one in bases]
-    grid = build_grid(axes, contexts, chosen, protocol)
+    grid = build_grid(axes, contexts, chosen)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
         with prefill_mode(network, config, select=select):
             pass  # raises where settings do not fit the model
     of_rule = [] if select is None else [Selector(select).name]
-    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
+    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows, of_rule)
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
     pieces = {key: cell for key, cell in cells.items() if key not in rows}
@@ -211,7 +209,7 @@ def run_ablation(
         needed = [number for number, _ in pieces.values()]
         total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
     held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
-    shared = name, protocol, texts, select
+    shared = name, texts, select
     failed: dict[str, Exception] = {}
     for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
         number, config = pieces[key]
@@ -255,21 +253,21 @@ _Cell = tuple[int, PrefillConfig]
 
 def _measure_cell(
     held: LoadedModel,
-    shared: tuple[str | None, str, list[_Text], SelectionRule | None],
+    shared: tuple[str | None, list[_Text], SelectionRule | None],
     piece: _Cell,
 ) -> dict[str, Any]:
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
-    name, protocol, texts, select = shared
+    name, texts, select = shared
     number, config = piece
     text, network = texts[number], held.network
     cell = text.cell_name(config)
 
     def begin() -> tuple[PairedRuns, dict[str, Any]]:
-        given = held.tokenizer, text.indices, text.batches, protocol
+        given = held.tokenizer, text.indices, text.batches
         return PairedRuns(network, *given, keep_dense=True), _origin(network, name)
 
     with torch.no_grad(), eval_mode(network):
-        runs, origin = held.keep(f"{text.key} {protocol} {name}", begin)
+        runs, origin = held.keep(f"{text.key} {name}", begin)
         result = runs.evaluate(
             config, lambda index, what: held.step(what if what == "dense" else cell), select
         )
@@ -282,24 +280,22 @@ def _find_cells(
     network: nn.Module,
     tokenizer: Any,
     windows: str,
-    protocol: str,
     of_rule: list[str],
 ) -> tuple[list[_Text], dict[str, _Cell]]:
     """Return each text at each context, and all cells by key."""
     weights = model_digest(network)
-    first = first_token(tokenizer, protocol)
     texts: list[_Text] = []
     cells: dict[str, _Cell] = {}
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         for context in dict.fromkeys(context for context, _ in grid):
-            indices, batches = select_windows(tokens, context, windows, first)
+            indices, batches = select_windows(tokens, context, windows)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
             for config in (config for length, config in grid if length == context):
                 # Without the fields at their defaults: a new field leaves old keys as they are.
                 values = {n: getattr(config, n) for n in FIELDS}
                 changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
-                key = digest(corpus.name, protocol, digests, changed, *of_rule)
+                key = digest(corpus.name, digests, changed, *of_rule)
                 cells[key] = len(texts), config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}

@@ -39,14 +39,13 @@ _SETTINGS = {
 
 # The type of each column, as pandas names it.
 COLUMNS: dict[str, str] = {
-    "cell": _TEXT,  # digest of weights, tokens, protocol and settings: the same cell, the same row
+    "cell": _TEXT,  # digest of weights, tokens and settings: the same cell, the same row
     "model": _TEXT,
     "dtype": _TEXT,  # of the weights
     "dataset": _TEXT,
     "text_source": _TEXT,  # where the text came from
     "context": _WHOLE,  # tokens of a window
     "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
-    "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
     # A settings text: a preset, or "profile" with its name, and what differs from it.
     "preset": _TEXT,
     **_SETTINGS,

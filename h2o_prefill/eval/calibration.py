@@ -34,8 +34,6 @@ from h2o_prefill.vocabulary import text_for
 # Factors of every head's L and H, tried one after the other.
 FACTORS = (1, 2, 4, 8)
 
-_PROTOCOL = "gptq"
-
 
 @dataclass(frozen=True)
 class HeadCalibration:
@@ -133,12 +131,12 @@ def calibrate_heads(
         Also if no layer after the first is sparse.
     """
     config = settings_for(model, chunk_config or DEFAULT_PRESET)
-    check_settings(config, context, windows, _PROTOCOL)
+    check_settings(config, context, windows)
     if not budget > 1:
         raise ValueError(f"budget must be more than 1, got {budget}")
     if isinstance(dataset, str):
         dataset = as_corpus(dataset, "dataset")
-    selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
+    selected, batches = model_windows(model, dataset, tokenizer, context, windows)
     token_text = text_for(tokenizer, config)
     total, kv_heads = count_heads(model)
     steps = len(selected) * (total if cluster is None else 1)

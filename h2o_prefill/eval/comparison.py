@@ -16,7 +16,6 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import format_change, relative_difference, score_window
-from h2o_prefill.eval.windows import scored_rows
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,
@@ -62,9 +61,8 @@ class Comparison:
     tokens: int  # of the prompt
     runs: tuple[ComparedRun, ...]
 
-    def table(self) -> list[tuple[str, ...]]:
-        """Return the cells of a table, the headings first."""
-        heads = "", "seconds", "times\nas fast", "mean KL,\nnats"
+    def __str__(self) -> str:
+        heads = "", "seconds", "times as fast", "mean KL, nats"
         rows: list[tuple[str, ...]] = [(*heads, "perplexity", "answer")]
         for run in self.runs:
             answer = " ".join(run.answer.split())
@@ -73,10 +71,6 @@ class Comparison:
             kl = f"{round(run.kl_mean, 4) + 0.0:.4f}"  # no sign where rounding takes it below zero
             lost = kl, format_change(run.delta_percent, run.stderr_percent)
             rows.append((run.name, *measured, *(lost if run.settings else ("", "")), cut))
-        return rows
-
-    def __str__(self) -> str:
-        rows = [[cell.replace("\n", " ") for cell in row] for row in self.table()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *lines])
@@ -157,7 +151,7 @@ def compare(
                 own = logits
                 changes[name] = 0.0, 0.0, 0.0
             else:
-                scores = score_window(own, logits, input_ids[0], scored_rows("gptq", tokens))
+                scores = score_window(own, logits, input_ids[0], range(tokens - 1))
                 scores.check_finite("the prompt")
                 nll = scores.dense_nll.unsqueeze(0), scores.sparse_nll.unsqueeze(0)
                 changes[name] = scores.kl.double().mean().item(), *relative_difference(*nll)

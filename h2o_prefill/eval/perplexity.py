@@ -16,13 +16,12 @@ from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
-    find_key_tokens,
     perplexity,
     perplexity_error,
     relative_difference,
     score_window,
 )
-from h2o_prefill.eval.windows import model_windows, parse_windows, scored_rows
+from h2o_prefill.eval.windows import model_windows, parse_windows
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     Progress,
@@ -64,17 +63,6 @@ class PositionCurve:
 
 
 @dataclass(frozen=True)
-class KeyTokens:
-    """Perplexity on the tokens that need the long context (`find_key_tokens`)."""
-
-    count: int
-    dense_ppl: float  # LongPPL; NaN if there are no such tokens
-    sparse_ppl: float
-    delta_percent: float  # sparse above dense
-    stderr_percent: float  # its standard error, from blocks of these tokens
-
-
-@dataclass(frozen=True)
 class PerplexityResult:
     """Perplexity sparse and dense on the same windows; as a float, the sparse one."""
 
@@ -96,11 +84,9 @@ class PerplexityResult:
     by_chunk_position: PositionCurve
     config: PrefillConfig
     select: str | None  # the name of the selection rule, None if there is none
-    protocol: str
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
-    scored_tokens: int
-    key_tokens: KeyTokens | None  # None if they were not asked for
+    scored_tokens: int  # all but the first of each window
 
     def __float__(self) -> float:
         return self.sparse.ppl
@@ -115,7 +101,7 @@ class PerplexityResult:
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` adds model, dtype and text."""
     values = asdict(result)
-    names = "select", "protocol", "context", "windows"
+    names = "select", "context", "windows"
     config = {**origin, **{key: values.pop(key) for key in names}}
     config.update(values.pop("config"))
     return build_report(config, **values)
@@ -129,8 +115,6 @@ def evaluate_perplexity(
     tokenizer: Any = None,
     context: int = 4096,
     windows: str = "0:6",
-    protocol: str = "gptq",
-    key_tokens: bool = False,
     select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
@@ -143,10 +127,7 @@ def evaluate_perplexity(
     ----------
     dataset : Tensor, sequence of int, Corpus or str
         Tokens, or a text.
-    key_tokens : bool
-        Measure also on the tokens that need the long context (LongPPL), by dense runs of 2,048
-        tokens, which take about as long as the window again.
-    model, chunk_config, tokenizer, context, windows, protocol, select, on_progress
+    model, chunk_config, tokenizer, context, windows, select, on_progress
         As in `h2o_prefill.eval`.
 
     Returns
@@ -156,11 +137,11 @@ def evaluate_perplexity(
     """
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     config = sparse_settings_for(network, chunk_config)
-    check_settings(config, context, windows, protocol)
-    selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
-    step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))
+    check_settings(config, context, windows)
+    selected, batches = model_windows(network, dataset, tokenizer, context, windows)
+    step = count_steps(on_progress, 2 * len(batches))
     with torch.no_grad(), eval_mode(network):
-        runs = PairedRuns(network, tokenizer, selected, batches, protocol, key_tokens=key_tokens)
+        runs = PairedRuns(network, tokenizer, selected, batches)
         result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"), select)
     step("done")
     return result
@@ -174,14 +155,12 @@ class PairedRuns:
     tokenizer: Any
     selected: range  # the windows, and their tokens
     batches: Tensor
-    protocol: str
     keep_dense: bool = False  # for several evaluations
-    key_tokens: bool = False
 
     def __post_init__(self) -> None:
         self._forward = PromptForward(self.model)
         self._device = next(self.model.parameters()).device
-        self._rows = scored_rows(self.protocol, self.batches.shape[1])
+        self._rows = range(self.batches.shape[1] - 1)  # all whose next token is in the window
         self._dense: dict[int, tuple[Tensor, float]] = {}  # rows on the CPU, and seconds, by window
 
     def evaluate(
@@ -190,14 +169,10 @@ class PairedRuns:
         step: Callable[[int, str], None],
         select: SelectionRule | None = None,
     ) -> PerplexityResult:
-        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward.
-
-        Before the short forwards that find key tokens, it gets "short".
-        """
+        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward."""
         windows: list[WindowScores] = []
         seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
         errors: list[dict[int, Tensor]] = []
-        is_key: list[Tensor] = []
         selectors: list[Selector] = []
         options = {"tokenizer": self.tokenizer, "select": select}
         for number, index in enumerate(self.selected):
@@ -216,10 +191,6 @@ class PairedRuns:
                 seconds[name].append(took)
             windows.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
             windows[-1].check_finite(f"window {index}")
-            if self.key_tokens:
-                step(index, "short")
-                nll = windows[-1].dense_nll
-                is_key.append(find_key_tokens(self._forward, input_ids, nll, self._rows))
         flops = count_attention_flops(
             self.batches,
             config,
@@ -232,7 +203,7 @@ class PairedRuns:
         dense, sparse = scores.dense_nll, scores.sparse_nll
         delta_percent, stderr_percent = relative_difference(dense, sparse)
         context, chunk_size = self.batches.shape[1], config.chunk_size
-        row = torch.arange(self._rows.start, self._rows.stop)
+        row = torch.arange(len(self._rows))
         row_of_chunk = torch.where(row >= chunk_size, row % chunk_size, -1)
         return PerplexityResult(
             dense=_run_result(dense, seconds["dense"], row, config, context),
@@ -248,11 +219,9 @@ class PairedRuns:
             by_chunk_position=_curve(scores, row_of_chunk, chunk_size, chunk_size),
             config=config,
             select=selectors[0].name if selectors else None,
-            protocol=self.protocol,
             context=context,
             windows=list(self.selected),
             scored_tokens=dense.numel(),
-            key_tokens=_key_tokens(scores, torch.stack(is_key)) if is_key else None,
         )
 
     def _run_dense(
@@ -291,15 +260,8 @@ def _curve(scores: WindowScores, position: Tensor, length: int, chunk_size: int)
     return PositionCurve(begin, width, *binned)
 
 
-def _key_tokens(scores: WindowScores, marked: Tensor) -> KeyTokens:
-    dense, sparse = scores.dense_nll[marked], scores.sparse_nll[marked]
-    change = relative_difference(dense.unsqueeze(0), sparse.unsqueeze(0))
-    return KeyTokens(len(dense), perplexity(dense), perplexity(sparse), *change)
-
-
-def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:
+def check_settings(config: PrefillConfig, context: int, windows: str) -> None:
     """Raise the errors of `evaluate_perplexity` that need neither a model nor a text."""
-    scored_rows(protocol, context)
     parse_windows(windows)
     check_chunks(config, context, "context")
     if not (config.exact or config.memory_size or config.block_diagonal):

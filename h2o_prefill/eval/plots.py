@@ -118,7 +118,7 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
     # Perplexities are of one text if all of these are equal.
-    names = ["model", "dtype", "dataset", "windows", "context", "protocol", "text_source"]
+    names = ["model", "dtype", "dataset", "windows", "context", "text_source"]
     texts = frame.groupby(names, dropna=False).ngroups
     size = frame["local_window"].nunique() * frame["heavy_budget"].nunique()
     grid = varied_settings(frame) == ["local_window", "heavy_budget"]

@@ -1,4 +1,4 @@
-"""Scores of the tokens of a window, and perplexities, errors and key tokens from them."""
+"""Scores of the tokens of a window, and perplexities and errors from them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.forward import PromptLogits
 
 # A slice's fp32 logits hold at most this many numbers (32 MiB).
 _SLICE_NUMBERS = 1 << 23
 
 # Neighbouring tokens are not independent; blocks of this many are assumed to be.
 BLOCK_TOKENS = 128
-
-# Tokens of the short context, at least; it is shared by as many scored tokens, so that it has
-# fewer than twice as many.
-SHORT_CONTEXT = 1024
-# A key token gains more than the one from the long context, and costs less than the other with it,
-# in nats: the paper's alpha and -beta.
-_LEAST_GAIN = 2.0
-_MOST_NLL = 2.0
 
 
 class WindowScores(NamedTuple):
@@ -45,6 +37,8 @@ def score_window(
     dense: PromptLogits, sparse: PromptLogits, input_ids: Tensor, rows: range
 ) -> WindowScores:
     """Score rows of a window, each on the next token, in slices of bounded memory."""
+    if not rows:
+        raise ValueError(f"a window must hold a token to score, got a length of {len(input_ids)}")
     parts: list[tuple[Tensor, ...]] = []
     runs = (_log_probs(logits, input_ids, rows) for logits in (dense, sparse))
     for (log_p, dense_nll), (log_q, sparse_nll) in zip(*runs, strict=True):
@@ -118,23 +112,3 @@ def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | Non
     """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
     chosen = (nll[:, bins == index] for index in range(count))
     return [perplexity(values) if values.numel() else None for values in chosen]
-
-
-def find_key_tokens(
-    forward: PromptForward, input_ids: Tensor, dense_nll: Tensor, rows: range
-) -> Tensor:
-    """Return which rows predict a key token, bool [rows], on the CPU.
-
-    log P(x | whole window) - log P(x | short context) > 2 and log P(x | whole window) > -2, both of
-    the dense model. Takes the window, int64 [T], and the NLL of its rows, fp32 [rows].
-    """
-    short_nll = dense_nll.clone()
-    # The first scored tokens have a short context anyway.
-    for begin in range(SHORT_CONTEXT, len(input_ids) - SHORT_CONTEXT, SHORT_CONTEXT):
-        piece = input_ids[begin : begin + 2 * SHORT_CONTEXT]
-        scored = range(max(SHORT_CONTEXT - 1, rows.start - begin), len(piece) - 1)
-        if scored:
-            logits, _ = forward(piece.unsqueeze(0))
-            first = begin + scored.start - rows.start
-            short_nll[first : first + len(scored)] = token_nll(logits, piece, scored)
-    return torch.logical_and(short_nll - dense_nll > _LEAST_GAIN, dense_nll < _MOST_NLL)

@@ -1,4 +1,4 @@
-"""The windows of a text, and the scored tokens of a window."""
+"""The windows of a text."""
 
 from __future__ import annotations
 
@@ -12,33 +12,7 @@ from torch import Tensor, nn
 from h2o_prefill.generation.runs import check_model
 from h2o_prefill.generation.text import Corpus, as_corpus, encode
 
-PROTOCOLS = ("gptq", "llamacpp")
-
 _WINDOWS = re.compile(r"(\d*):(\d*)")
-
-
-def scored_rows(protocol: str, context: int) -> range:
-    """Return the rows of a window whose next token is scored.
-
-    "gptq" scores every token but the first (IST-DASLab/gptq, llama.py); "llamacpp" the second half,
-    so that each scored token has at least half a window before it (ggml-org/llama.cpp,
-    tools/perplexity).
-    """
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}")
-    rows = range(context // 2 if protocol == "llamacpp" else 0, context - 1)
-    if not rows:
-        raise ValueError(f"a window must hold a token to score, got a length of {context}")
-    return rows
-
-
-def first_token(tokenizer: object, protocol: str) -> int | None:
-    """Return BOS if llama.cpp replaces a window's first token by it, else None."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if protocol != "llamacpp" or bos is None:
-        return None
-    ids = tokenizer("a")["input_ids"]  # type: ignore[operator]
-    return bos if ids and ids[0] == bos else None
 
 
 def parse_windows(windows: str) -> tuple[int, int | None]:
@@ -51,10 +25,8 @@ def parse_windows(windows: str) -> tuple[int, int | None]:
     return begin, end
 
 
-def select_windows(
-    tokens: Tensor, context: int, windows: str, first: int | None = None
-) -> tuple[range, Tensor]:
-    """Cut tokens [T] into windows, whose first token `first` replaces; return a slice."""
+def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, Tensor]:
+    """Cut tokens [T] into windows; return a slice."""
     available = len(tokens) // context
     if available == 0:
         raise ValueError(
@@ -67,11 +39,7 @@ def select_windows(
             f"windows must be a slice within 0:{available}, all that the text holds at context "
             f"{context}, got {windows!r}"
         )
-    batches = tokens[begin * context : end * context].view(-1, context)
-    if first is not None:
-        batches = batches.clone()
-        batches[:, 0] = first
-    return range(begin, end), batches
+    return range(begin, end), tokens[begin * context : end * context].view(-1, context)
 
 
 def model_windows(
@@ -80,7 +48,6 @@ def model_windows(
     tokenizer: Any,
     context: int,
     windows: str,
-    protocol: str,
 ) -> tuple[range, Tensor]:
     """Return the windows of a dataset; raise if the model takes none of this length."""
     check_model(model, context, "context")
@@ -95,4 +62,4 @@ def model_windows(
         raise ValueError(
             f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    return select_windows(tokens.long(), context, windows, first_token(tokenizer, protocol))
+    return select_windows(tokens.long(), context, windows)

@@ -1,19 +1,17 @@
-"""Generation after sparse prefill: models, prompts, sampling, and files of prompts.
+"""Generation after sparse prefill: models, prompts and sampling.
 
 | file | job |
 | --- | --- |
-| models.py, gguf.py, hub.py | load a model by its name |
+| models.py, gguf.py | load a model by its name |
 | packages.py, cpp_tokenizer.py, weights.py | write and load a package of a whole model |
 | prompts.py, text.py | token ids of prompts and texts |
 | runs.py | what every run shares: progress, settings, checks, greedy generation |
 | generate.py | a prompt whose text is streamed; sampling |
-| prompt_files.py, json_lines.py | the prompts of a file, in batches |
-| cluster.py | work for several machines |
+| cluster.py, json_lines.py | work for several machines; files to which it adds lines |
 """
 
 from __future__ import annotations
 
 from h2o_prefill.generation.cluster import ModelCluster
 from h2o_prefill.generation.models import DEFAULT_MODEL, DTYPES, load_model
-from h2o_prefill.generation.prompt_files import answer_prompts, read_prompts
 from h2o_prefill.generation.text import DATASETS, Corpus, load_text

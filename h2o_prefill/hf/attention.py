@@ -22,7 +22,6 @@ from h2o_prefill.hf.dense import (
 from h2o_prefill.hf.forward import ALL_ROWS, call_in_graph
 from h2o_prefill.hf.kinds import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.parallel import ShardedLayer, attend_sharded
 from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.state import no_errors
 
@@ -42,11 +41,7 @@ def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
 # model breaks its graph here.
 @torch.compiler.disable
 def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> Attended:
-    call = Call.of(*args, **kwargs)
-    layer = None if call.context is None else call.context.layer_of(call.module)
-    if isinstance(layer, ShardedLayer):
-        return attend_sharded(call, layer), None
-    return _attend(call)
+    return _attend(Call.of(*args, **kwargs))
 
 
 def _attend(call: Call) -> Attended:

@@ -37,14 +37,12 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (
     StageCache,
-    check_shardable,
     layers_here,
     new_cache,
     with_heads_here,
 )
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
-from h2o_prefill.identity import model_text
 from h2o_prefill.profile import heads_by_layer, settings_of
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
@@ -53,15 +51,11 @@ from h2o_prefill.vocabulary import text_for
 class PrefillHandle:
     """Sparse prefill of one model, on until `disable` is called or its `with` ends."""
 
-    def __init__(
-        self, model: PreTrainedModel, state: EnabledState, process_group: Any = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, state: EnabledState) -> None:
         self.model = model
         self.state = state
         self.config = state.config
-        self.process_group = process_group
         self._entered = False
-        self._text: tuple[Any, str] | None = None
         self._hooks: list[Any] = []
 
     @property
@@ -129,13 +123,6 @@ class PrefillHandle:
             self.state.mark(on=False)
             self._restore()
 
-    def model_text(self) -> str:
-        """Return what tells models apart; weights are read again only where they have changed."""
-        marks = self.state.marks(self.model)
-        if self._text is None or self._text[0] != marks:
-            self._text = marks, model_text(self.model, marks)
-        return self._text[1]
-
     def report(self) -> ModelReport:
         """Return what each attention layer does, and its calls so far (`explain`)."""
         return explain(self.model)
@@ -155,9 +142,6 @@ class PrefillHandle:
     def __exit__(self, *error: object) -> None:
         self._entered = False
         self.disable()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which is of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Switch a copy of an enabled model over, in another process too."""
@@ -181,7 +165,6 @@ def enable(
     *,
     tokenizer: Any = None,
     strict: bool = False,
-    process_group: Any = None,
     select: SelectionRule | None = None,
     **overrides: Any,
 ) -> PrefillHandle:
@@ -214,9 +197,6 @@ def enable(
         tokens too.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.
-    process_group : ProcessGroup or DeviceMesh, optional
-        Processes, each with the whole model, over which `chunked_prefill` spreads the tokens of a
-        prompt; a mesh has one dimension. All other calls are as without it.
     select : callable, optional
         A rule that chooses the keys of earlier chunks in place of the scores, as
         `h2o_prefill.selection.snapkv`. It gets a `SelectionContext` before every chunk of every
@@ -253,11 +233,8 @@ def enable(
         chosen.check_fits(len(heads), max(heads))
     layers_here(model)
     chosen = with_heads_here(model, chosen)
-    if process_group is not None:
-        chosen = chosen.resolved(chosen.chunk_size, chosen.chunk_size)
-        check_shardable(model, chosen)
-    if select is not None and (chosen.exact or process_group is not None):
-        raise ValueError("select must not be given with exact=True or a process_group")
+    if select is not None and chosen.exact:
+        raise ValueError("select must not be given with exact=True")
     state = EnabledState(
         chosen,
         strict,
@@ -265,7 +242,7 @@ def enable(
         profile=profile,
         select=None if select is None else Selector(select),
     )
-    return PrefillHandle(model, state, process_group).enable()
+    return PrefillHandle(model, state).enable()
 
 
 def disable(model: PreTrainedModel) -> None:

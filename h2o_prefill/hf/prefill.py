@@ -25,10 +25,8 @@ from h2o_prefill.hf.parallel import (
     Stage,
     StageCache,
     digest,
-    is_sharded,
     layers_here,
     new_cache,
-    sharded,
     versions,
 )
 from h2o_prefill.profile import settings_of
@@ -56,9 +54,7 @@ def chunked_prefill(
 
     A model that transformers has loaded as stages (`DistributedConfig(pp_size=...)`) is prefilled
     by all of them at the same time, each on another chunk: call this in every process, with the
-    same arguments. The result equals one process with `chunks_per_call=1`, to the bit. So does the
-    result of a model that is enabled with a `process_group`, where each process prefills a range of
-    the prompt in one call.
+    same arguments. The result equals one process with `chunks_per_call=1`, to the bit.
 
     Parameters
     ----------
@@ -135,14 +131,8 @@ def chunked_prefill(
             stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
             return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
-        if used.process_group is None or is_sharded(cache):
-            sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
-            return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
-        with sharded(used, cache, tokens, mask) as sequence:
-            part = tokens[:, sequence.begin : sequence.end]
-            output = _run_calls(model, cache, name, part, None, [part.shape[1]], on_progress)
-            output.logits = sequence.ranks.from_last(output.logits, output.logits.device)
-        return output
+        sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
+        return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
 
 
 def _run_calls(

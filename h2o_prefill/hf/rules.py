@@ -219,9 +219,9 @@ RULES = (
 )
 
 
-def dense_reason(call: Call, where: str = "") -> str | None:
+def dense_reason(call: Call) -> str | None:
     """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
-    where = where or (EAGER if call.graph is None else GRAPH)
+    where = EAGER if call.graph is None else GRAPH
     for rule in RULES:
         if rule.where in (where, ANYWHERE) and rule.applies(call):
             return rule.reason(call) if callable(rule.reason) else rule.reason

@@ -16,6 +16,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any-load")
 
+# Hugging Face's libraries read it when they are imported. No test needs their hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # cuBLAS is deterministic with a workspace of a fixed size, which it asks for when it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -96,12 +99,6 @@ def tiny_model(tiny):
 def model_folder(tiny, tmp_path_factory):
     """A folder with the small model and its tokenizer."""
     return str(tiny.save_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    """Make the hub look out of reach, whether it is or not."""
-    monkeypatch.setattr("h2o_prefill.generation.hub.hub_is_reachable", lambda timeout=0.0: False)
 
 
 @pytest.fixture(scope="session")

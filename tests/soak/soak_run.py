@@ -42,9 +42,9 @@ class Reading(NamedTuple):
     tensors: int = 0
 
 
-def resident_bytes(process: int | str = "self") -> int:
-    """Return the bytes that a process has in memory."""
-    pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
+def resident_bytes() -> int:
+    """Return the bytes that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
 
 

@@ -82,20 +82,3 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
         ("ours fast", "slow", 15.0),
     ]
     assert found[2]["our_delta_percent"] == 3 and found[2]["baseline_delta_percent"] == 1
-
-
-def test_our_server_answers_clients_in_turn_and_keeps_their_document(model_folder, config):
-    from common.served import Server
-
-    server, settings = Server(str(model_folder), 1, "float32"), config.to_string()
-    document, length = list(range(1, 4 * config.chunk_size + 1)), 4 * config.chunk_size
-    for kept in (length, 3 * length):
-        first, last = server.first_tokens([[*document, 7], [*document, 8]], settings)
-        assert 0 < first < last
-        # The second client's document; and of both, when they ask again.
-        assert server._worker.counts["reused_tokens_total"] == kept
-    server.forget()
-    server.first_tokens([[*document, 7]], settings)
-    assert server._worker.counts["reused_tokens_total"] == 0
-    with pytest.raises(Exception, match="internal error"):
-        server.first_tokens([[10**6]], settings)

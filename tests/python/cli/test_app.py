@@ -12,7 +12,7 @@ from h2o_prefill.config import PrefillConfig
 
 COMMANDS = (
     *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
-    *("generate", "export", "serve", "info"),
+    *("generate", "export", "info"),
 )
 
 
@@ -57,6 +57,13 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch):
     signal.signal(signal.SIGINT, handler)
     expected = "error: the command line needs the package typer: pip install 'h2o_prefill[eval]'"
     assert said.value.code == expected
+
+
+def test_without_dask_it_says_what_to_install(run, small_commands, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    done = run(*small_commands["ablate"], "--workers", "1")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "need Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
 
 
 def test_mistakes_of_ours_and_debug_show_the_traceback(run, monkeypatch):

@@ -58,21 +58,6 @@ WRONG = {
         ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
         ("words", "--top-k", 3, "--seed", 2**63): "--seed",
         ("words", "--draft-tokens", 5): "--draft-tokens needs --package",
-        ("words", "--workers", 1): "a Dask cluster answers the prompts of --input: give a file",
-        (
-            "words",
-            "--output",
-            "o",
-        ): "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
-        "sampling beside it",
-        ("--output", "o"): "give --input and --output, both",
-        ("--input", "missing.jsonl", "--output", "o"): "--input: no such file: 'missing.jsonl'",
-        ("--input", __file__, "--output", "o"): "--input line 1 must be JSON",
-    },
-    "serve": {
-        ("--preset", "h2o,dense_layers=9"): "layers of dense_layers must be < 2",
-        ("--port", 70000): "--port",
-        ("--queue", -1): "--queue",
     },
 }
 

@@ -58,12 +58,12 @@ def _csv(folder):
 
 
 def test_a_row_is_what_the_evaluation_finds(ablate, tiny_model, tiny_tokenizer, corpus, tmp_path):
-    frame = ablate(protocol="llamacpp", model=tiny_model, model_name="tiny")
+    frame = ablate(model=tiny_model, model_name="tiny")
     assert len(frame) == 4
     for row in frame.to_dict(orient="records"):
         config = BASE.replace(heavy_budget=row["heavy_budget"], recall=row["recall"])
         given = {"tokenizer": tiny_tokenizer, "context": CONTEXT, "windows": "0:2"}
-        result = evaluate_perplexity(tiny_model, corpus, config, protocol="llamacpp", **given)
+        result = evaluate_perplexity(tiny_model, corpus, config, **given)
         assert abs(result.delta_percent) > 0.01
         ppl = result.dense.ppl, result.sparse.ppl
         assert (row["dense_ppl"], row["sparse_ppl"]) == pytest.approx(ppl, rel=1e-6)
@@ -78,7 +78,7 @@ def test_a_row_is_what_the_evaluation_finds(ablate, tiny_model, tiny_tokenizer, 
         assert row["recalled_keys"] == pytest.approx(expected, nan_ok=True)
         assert row["scored_tokens"] == result.scored_tokens
         assert (row["model"], row["dtype"], row["dataset"]) == ("tiny", "float32", "tale")
-        assert (row["context"], row["windows"], row["protocol"]) == (CONTEXT, "0:2", "llamacpp")
+        assert (row["context"], row["windows"]) == (CONTEXT, "0:2")
         assert row["dense_layers"] == "none" and row["dense_seconds"] > 0
     table = _csv(tmp_path / "out")
     assert list(table.columns) == list(frame.columns) == list(COLUMNS)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import count_attention_flops, evaluate_perplexity, scores
+from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
 from h2o_prefill.eval.plots import plot_perplexity
 from h2o_prefill.eval.report import format_json
@@ -30,12 +30,11 @@ def _direct_nll(model, window):
     return functional.cross_entropy(logits[:-1], window[1:], reduction="none")
 
 
-@pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
-def test_both_runs_equal_the_model_called_directly(tiny_model, protocol):
+def test_both_runs_equal_the_model_called_directly(tiny_model):
     seen = []
     tiny_model.train()
     note = lambda *step: seen.append(step)  # noqa: E731
-    result = _evaluate(tiny_model, windows="1:3", protocol=protocol, on_progress=note)
+    result = _evaluate(tiny_model, windows="1:3", on_progress=note)
     # The runs take turns in going first.
     runs = ("1 dense", "1 sparse", "2 sparse", "2 dense")
     expected = [(i, 4, f"window {run}") for i, run in enumerate(runs)]
@@ -43,10 +42,9 @@ def test_both_runs_equal_the_model_called_directly(tiny_model, protocol):
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
     tiny_model.eval()
     windows = TOKENS[CONTEXT : 3 * CONTEXT].view(2, CONTEXT)
-    first = CONTEXT // 2 if protocol == "llamacpp" else 0
-    dense = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
+    dense = torch.stack([_direct_nll(tiny_model, window) for window in windows])
     with h2o_prefill.enable(tiny_model, CONFIG):
-        sparse = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
+        sparse = torch.stack([_direct_nll(tiny_model, window) for window in windows])
 
     assert (sparse - dense).abs().max() > 0.01, "runs that are equal show nothing"
     assert result.dense.ppl == pytest.approx(math.exp(dense.mean(1).mean()), rel=1e-4)
@@ -60,7 +58,7 @@ def test_both_runs_equal_the_model_called_directly(tiny_model, protocol):
     assert result.dense.seconds == pytest.approx(sum(result.dense.seconds_by_window))
 
     report = json.loads(format_json(perplexity_report(result, model="tiny", dtype="float32")))
-    expected = {"model": "tiny", "windows": [1, 2], "chunk_size": 16, "protocol": protocol}
+    expected = {"model": "tiny", "windows": [1, 2], "chunk_size": 16}
     assert report["config"].items() >= expected.items()
     for name in ("dense", "sparse"):
         assert {"ppl", "ppl_by_chunk", "seconds"} <= set(report[name])
@@ -80,59 +78,6 @@ def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model):
     later = nll[CONFIG.chunk_size :].split(CONFIG.chunk_size)
     fourth = torch.stack([rows[3] for rows in later]).mean()
     assert result.by_chunk_position.dense[3] == pytest.approx(math.exp(fourth), rel=1e-4)
-    half = _evaluate(tiny_model, dataset=TOKENS.tolist(), protocol="llamacpp")
-    assert half.dense.ppl_by_chunk[:2] == [None, None]
-    assert half.dense.ppl_by_chunk[2:] == pytest.approx(expected[2:], rel=1e-4)
-
-
-@pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
-def test_key_tokens_are_those_that_gain_from_the_long_context(tiny_model, monkeypatch, protocol):
-    short, gain, most = 8, 0.5, 9.0
-    changes = {"SHORT_CONTEXT": short, "_LEAST_GAIN": gain, "_MOST_NLL": most}
-    for name, value in changes.items():
-        monkeypatch.setattr(scores, name, value)
-    steps = []
-    note = lambda done, total, what: steps.append(f"{done}/{total} {what}")  # noqa: E731
-    options = {"windows": "0:3", "protocol": protocol, "on_progress": note}
-    result = _evaluate(tiny_model, key_tokens=True, **options)
-    assert steps[2:4] == ["2/9 window 0 short", "3/9 window 1 sparse"] and steps[-1] == "9/9 done"
-
-    # Every token from its own definition: the short context of token i begins at a multiple of
-    # `short` and has `short` to 2 `short` - 1 tokens.
-    dense = []
-    sparse = []
-    first = CONTEXT // 2 + 1 if protocol == "llamacpp" else 1
-    for window in TOKENS[: 3 * CONTEXT].view(3, CONTEXT):
-        whole = _direct_nll(tiny_model, window)
-        with h2o_prefill.enable(tiny_model, CONFIG):
-            approximate = _direct_nll(tiny_model, window)
-        for i in range(max(first, 2 * short), CONTEXT):
-            begin = (i // short - 1) * short
-            less = _direct_nll(tiny_model, window[begin : i + 1])[-1]
-            if less - whole[i - 1] > gain and whole[i - 1] < most:
-                dense.append(float(whole[i - 1]))
-                sparse.append(float(approximate[i - 1]))
-    found = result.key_tokens
-    assert found is not None and 3 < found.count == len(dense) < 3 * (CONTEXT - 2 * short)
-    means = [math.exp(sum(values) / len(values)) for values in (dense, sparse)]
-    assert [found.dense_ppl, found.sparse_ppl] == pytest.approx(means, rel=1e-4)
-    assert found.delta_percent == pytest.approx(100 * (means[1] / means[0] - 1), rel=1e-3)
-
-
-def test_without_key_tokens_their_perplexity_is_not_a_number(tiny_model):
-    found = _evaluate(tiny_model, key_tokens=True).key_tokens
-    assert found is not None and found.count == 0 and math.isnan(found.dense_ppl)
-
-
-def test_llamacpp_puts_bos_first(tiny, tiny_model):
-    tokenizer = tiny.make_tokenizer(add_bos=True)
-    text = tiny.SENTENCE * 6
-    options = {"dataset": text, "tokenizer": tokenizer, "protocol": "llamacpp"}
-    result = _evaluate(tiny_model, windows="1:2", **options)
-    window = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[CONTEXT : 2 * CONTEXT]
-    window[0] = tokenizer.bos_token_id
-    expected = _direct_nll(tiny_model, window)[CONTEXT // 2 :].mean().exp().item()
-    assert result.dense.ppl == pytest.approx(expected, rel=1e-4)
 
 
 def test_logits_that_are_not_finite_are_no_result(tiny_model):
@@ -167,7 +112,7 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model):
 
 
 def test_the_figure_shows_both_runs(tiny_model, tmp_path):
-    result = _evaluate(tiny_model, protocol="llamacpp")
+    result = _evaluate(tiny_model)
     figures = plot_perplexity(result, tmp_path / "p.svg", "a title").axes
     for axes, curve in zip(figures, (result.by_position, result.by_chunk_position), strict=True):
         (drawn,) = axes.patches

@@ -8,16 +8,7 @@ from torch.nn import functional
 
 from h2o_prefill.eval import scores as scoring
 from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.windows import first_token, parse_windows, scored_rows, select_windows
-
-
-def test_scored_rows():
-    assert scored_rows("gptq", 8) == range(0, 7)
-    # llama.cpp: targets n/2 + 1 .. n - 1, which are n - n/2 - 1 of them
-    assert scored_rows("llamacpp", 8) == range(4, 7)
-    assert len(scored_rows("llamacpp", 512)) == 512 - 256 - 1
-    with pytest.raises(ValueError, match=r"protocol must be one of .*got 'other'"):
-        scored_rows("other", 8)
+from h2o_prefill.eval.windows import parse_windows, select_windows
 
 
 def test_windows_are_a_slice_that_drops_the_rest():
@@ -37,14 +28,6 @@ def test_windows_are_a_slice_that_drops_the_rest():
     ):
         with pytest.raises(ValueError, match=message):
             select_windows(torch.arange(tokens), 10, text)
-
-
-def test_first_token_is_bos_only_where_llama_cpp_would_add_it(tiny):
-    with_bos, without = tiny.make_tokenizer(add_bos=True), tiny.make_tokenizer()
-    assert first_token(with_bos, "llamacpp") == with_bos.bos_token_id
-    assert first_token(without, "llamacpp") is None
-    assert first_token(with_bos, "gptq") is None
-    assert first_token(None, "llamacpp") is None
 
 
 @pytest.mark.parametrize("numbers", [1, 70, 1 << 20])  # one row, three rows, everything at once

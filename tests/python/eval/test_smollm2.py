@@ -27,7 +27,7 @@ COMMITTED = {
 }
 
 
-# Measured by an independent implementation on the same model, windows and protocol.
+# Measured by an independent implementation on the same model and windows.
 _BY_CHUNK = [20.390, 19.951, 19.883, 18.481]
 
 
@@ -50,7 +50,7 @@ def runs(smollm2, request):
     path = BOOK if request.param == "book" else request.getfixturevalue("wikitext2_path")
     tokens = encode(tokenizer, load_text(text_file=path).text)
     windows = select_windows(tokens, *WINDOW[request.param])
-    return request.param, PairedRuns(model, tokenizer, *windows, "gptq", keep_dense=True)
+    return request.param, PairedRuns(model, tokenizer, *windows, keep_dense=True)
 
 
 def test_every_preset_is_held_to_a_value():

