@@ -84,9 +84,6 @@ class PrefillConfig:
     gqa_reduce: str = _setting(
         'Reduction of scores over the query heads that share a KV head: "sum" or "max".'
     )
-    score_rows: int = _setting(
-        "Number of consecutive queries of a chunk of which one, hashed, adds to scores; 1: all do."
-    )
     min_prefill: int | str | None = _setting(
         "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "
         '`chunk_size`. "auto", as in the presets: prompts for which dense attention is faster on '

@@ -15,8 +15,6 @@ inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
 // Layers of a model, and positions whose scores a MemorySetTracker keeps.
 inline constexpr int64_t kMostLayers = int64_t{1} << 16;
 inline constexpr int64_t kMostScores = int64_t{1} << 24;
-// Rows of which one adds to scores.
-inline constexpr int64_t kMostScoreRows = 64;
 // Rows of a chunk whose error is measured, and the factor of a memory set by errors.
 inline constexpr int64_t kMostErrorRows = 256;
 inline constexpr int64_t kMostWidening = 64;
@@ -43,7 +41,6 @@ inline constexpr auto kConfigFields = std::make_tuple(
     ConfigField{"dense_layers", &PrefillConfig::dense_layers},
     ConfigField{"wide", &PrefillConfig::wide},
     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
-    ConfigField{"score_rows", &PrefillConfig::score_rows, 1, kMostScoreRows},
     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
     ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},
     ConfigField{"recall_block", &PrefillConfig::recall_block, 1},

@@ -61,7 +61,6 @@ struct PrefillRequest : AttentionArguments {
   WideningRule widening() const { return widening_of(settings); }
   // The factors of all units.
   std::vector<int32_t> factors() const { return factors_of_heads(settings, errors, key.sizes()); }
-  ScoredRows scored_rows() const { return {settings.score_rows}; }
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
 
   // Maximum number of rows of a chunk, and of positions between two selections.

@@ -151,8 +151,7 @@ def chunked_sparse_attention(
     options: dict[str, Any] = {"scale": scale, "sinks": grouped, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
-    kind = (queries.dtype, q.device, config.gqa_reduce, config.score_rows)
-    tracker = ScoreTracker(batch, heads, total, *kind)
+    tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
     if scores is not None:
         known = min(scores.shape[2], past)
         tracker.scores[:, :, :known] = scores[:, :, :known]

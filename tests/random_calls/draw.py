@@ -92,7 +92,6 @@ def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> Prefi
         dense_layers=tuple(dense),
         wide=_draw_wide(draw, layers, kv_heads),
         gqa_reduce=draw.choice(["sum", "max"]),
-        score_rows=draw.choice([1, 1, 2, 3, 8]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
         recall=draw.integer(1, 8) if draw.chance(0.4) else 0,
         recall_block=chunk_size // draw.choice(blocks),

@@ -28,7 +28,6 @@ struct H2O_API PrefillConfig {
   // of them instead.
   std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
-  int64_t score_rows = 1;          // consecutive rows of which one adds to scores
   // Calls with fewer new tokens are dense; none: chunk_size. "auto" in a text, kAuto here: dense
   // where a prompt is too short for sparse attention to be faster.
   std::optional<int64_t> min_prefill = {};

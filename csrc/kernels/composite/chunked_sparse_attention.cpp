@@ -82,10 +82,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                         .clone(at::MemoryFormat::Contiguous)
                   : at::full({k.size(0), k.size(1), 0}, -1, q.options().dtype(at::kInt));
   const Recall recall(request);
-  const LogitOptions options{.sinks = request.sinks,
-                             .softcap = request.softcap,
-                             .scored = request.scored_rows(),
-                             .reduce_max = request.reduce_max()};
+  const LogitOptions options{
+      .sinks = request.sinks, .softcap = request.softcap, .reduce_max = request.reduce_max()};
 
   int64_t previous_begin = request.last_chunk_begin;
   const auto select = [&](int64_t row) {

@@ -29,7 +29,6 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   std::optional<MemorySetUpdater> updater;
   if (request.selects() || request.num_checkpoints() > 0) updater.emplace(request, workspace);
   AttentionCall call(x, out, /*lse=*/nullptr);
-  call.scored = request.scored_rows();
   call.reduce_max = request.reduce_max();
   call.recall = request.recall_view(recall);
   const int64_t largest = request.largest_chunk();

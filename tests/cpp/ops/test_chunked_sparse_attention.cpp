@@ -13,7 +13,6 @@ struct Options {
   int64_t dense_tail = 0;
   std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";
-  int64_t score_rows = 1;
   int64_t recall_block = 8;
   RecallLists recall = {};
   int64_t error_rows = 0;
@@ -28,7 +27,6 @@ struct Options {
             .dense_tail = dense_tail,
             .wide = wide,
             .gqa_reduce = gqa_reduce,
-            .score_rows = score_rows,
             .recall_block = recall_block,
             .error_rows = error_rows};
   }
@@ -96,7 +94,7 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     o.gqa_reduce = "max";
     o.recall = recalled(tokens, 0, o.recall_block, 2);
     if (dim == 64) o.sinks = at::arange(4, at::kHalf);
-    if (dim == 96) o.softcap = 1.5, o.score_rows = 3;
+    if (dim == 96) o.softcap = 1.5;
     const auto got = run(x, {}, o), wanted = expected(x, {}, o);
     EXPECT_TRUE(close(got.out, wanted.out, 4e-3));
     EXPECT_TRUE(close(got.scores, wanted.scores, 4e-3));
@@ -112,7 +110,6 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     Options o;
     o.wide = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
-    if (batch == 3) o.score_rows = 4;
     if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
     State got, wanted;
     int64_t begin = 0;

@@ -75,7 +75,6 @@ def test_a_range_attends_as_in_one_call(data):
         recall=draw(st.sampled_from([0, 4])),
         recall_block=8,
         gqa_reduce=draw(st.sampled_from(["sum", "max"])),
-        score_rows=draw(st.sampled_from([1, 3])),
     )
     config = config.replace(wide=((1, 0, 2),) if draw(st.booleans()) else ()).of_layer(1)
     length = size * chunks + tail

@@ -15,12 +15,11 @@ from op_testing import (
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.reference.memory import scored_rows
 
 S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
-OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}, {"score_rows": 3}]
+OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
 WIDE = {"wide": "1.0x3"}
 WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
@@ -108,17 +107,6 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
         begin = end
     assert torch.equal(torch.cat(outs, 2), whole[0])
     assert all(map(torch.equal, state, whole[1:]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("every", [2, 5, 64])
-def test_part_of_the_rows_adds_to_scores(device, dtype, every):
-    q, k, v = make_qkv(Shape(2, 4, 2, 3 * S + 7, 32, 32), dtype, device)
-    _, scores, *_ = check(q, k, v, score_rows=every)
-    # Every scored row of a chunk with a memory set has two softmaxes.
-    counts = [len(scored_rows(rows, every)) for rows in (S, S, S, 7)]
-    expected = torch.full((2, 2), 2.0 * (counts[0] + 2 * sum(counts[1:])), device=device)
-    torch.testing.assert_close(scores.sum(-1), expected, rtol=1e-3, atol=0)
 
 
 def test_one_chunk_is_phase_one_bit_by_bit(device):
