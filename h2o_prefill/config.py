@@ -109,10 +109,6 @@ class PrefillConfig:
         "Number of characters at the end of each token that lexical recall looks up as well, where "
         "it knows the text of the tokens: 32 keys after the latest match. 0 leaves it at tokens."
     )
-    block_diagonal: bool = _setting(
-        "Whether an empty memory set (K + L + H = 0) means attention within chunks only; if "
-        "false, it means dense attention."
-    )
     error_rows: int = _setting(
         "Number of rows of each chunk that also attend exactly, to measure the error of their "
         "sparse attention; 0 turns widening off."

@@ -296,10 +296,8 @@ std::vector<std::string> PrefillConfig::advice() const {
                   " positions) is not smaller than chunk_size (" + std::to_string(chunk_size) +
                   "): sparse prefill saves less than it could");
   }
-  if (memory_size() == 0 && !block_diagonal) {
-    all.push_back(
-        "the memory set is empty (K + L + H = 0), so every call is dense: block_diagonal=true "
-        "attends inside chunks alone");
+  if (memory_size() == 0) {
+    all.push_back("the memory set is empty (K + L + H = 0), so every call is dense");
   }
   return all;
 }
@@ -365,7 +363,7 @@ bool PrefillConfig::is_long_call(int64_t past, int64_t num_tokens) const {
 }
 
 bool PrefillConfig::is_sparse_call(int64_t past, int64_t num_tokens) const {
-  return !exact && is_long_call(past, num_tokens) && (memory_size() > 0 || block_diagonal);
+  return !exact && is_long_call(past, num_tokens) && memory_size() > 0;
 }
 
 bool PrefillConfig::is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const {

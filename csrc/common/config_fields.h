@@ -48,7 +48,6 @@ inline constexpr auto kConfigFields = std::make_tuple(
     ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},
     ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
     ConfigField{"recall_characters", &PrefillConfig::recall_characters, 0, kLongestSuffix},
-    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal},
     ConfigField{"error_rows", &PrefillConfig::error_rows, 0, kMostErrorRows},
     ConfigField{"error_threshold", &PrefillConfig::error_threshold},
     ConfigField{"max_widen", &PrefillConfig::max_widen, 1, kMostWidening},

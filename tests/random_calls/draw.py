@@ -99,7 +99,6 @@ def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> Prefi
         recall_span=draw.integer(1, 5),
         recall_max_count=draw.integer(1, 64),
         recall_characters=draw.integer(1, 6) if draw.chance(0.3) else 0,
-        block_diagonal=draw.chance(0.5),
         error_rows=error_rows,
         error_threshold=draw.choice(ERROR_THRESHOLDS),
         max_widen=draw.integer(1, 9),

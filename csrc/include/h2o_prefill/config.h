@@ -37,7 +37,6 @@ struct H2O_API PrefillConfig {
   int64_t recall_span = 2;        // keys recalled for each match
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   int64_t recall_characters = 0;  // characters that recall looks up besides; 0: tokens alone
-  bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
   int64_t max_widen = 4;          // the most that L and H grow by during a prompt
@@ -110,8 +109,7 @@ struct H2O_API PrefillConfig {
 
   // For a call with num_tokens new tokens after `past` earlier ones: whether it is long enough to
   // be sparse and not decoding, whether it is sparse in the layers that are not dense, and whether
-  // it is sparse in one layer. With `exact`, and without a memory set unless block_diagonal, every
-  // call is dense.
+  // it is sparse in one layer. With `exact`, and without a memory set, every call is dense.
   bool is_long_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const;

@@ -42,8 +42,6 @@ RECOMMENDED = {**RECOMMENDED, "error_rows": 0}
 SETTINGS = {
     "recommended": RECOMMENDED,
     "wide": {**RECOMMENDED, **WIDE},
-    "no sets": {"config": "h2o", "chunk_size": 16, "local_window": 0, "heavy_budget": 0}
-    | {"block_diagonal": True},
     "widened": {**RECOMMENDED, **MEASURED},
     # Dense attention adds up keys by blocks, which begin elsewhere.
     "near dense": {**RECOMMENDED, "dense_layers": (0,)},

@@ -66,7 +66,6 @@ def _by_chunk(rows):
         ({"dense_tail": 100}, (6, 2), PLAIN),
         ({"recall": 2, "recall_block": 8}, (6, 2), PLAIN),
         ({"recall": 1, "recall_block": 16, "dense_tail": 5}, (6, 2), PLAIN),
-        ({"local_window": 0, "heavy_budget": 0, "block_diagonal": True}, (6, 2), PLAIN),
         ({"local_window": 30, "heavy_budget": 40}, (6, 2), PLAIN),
     ],
 )
