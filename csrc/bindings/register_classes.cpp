@@ -104,6 +104,8 @@ void register_config(torch::Library& m) {
            {arg("head"), arg("layer") = std::nullopt})
       .def("memory_size", of(&PrefillConfig::memory_size),
            "Return the positions that a memory set holds at most: K + L + H.")
+      .def("recall_block", of(&PrefillConfig::recall_block),
+           "Return the number of rows that share a list of recalled keys.")
       .def("next_memory",
            [](const Config& self, const StateFields& state) {
              return next_memory(layer_state(state), self->held);

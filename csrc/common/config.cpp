@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <numeric>
 #include <set>
 
 #include "common/config_fields.h"
@@ -29,10 +28,6 @@ const std::vector<Preset>& presets() {
         .gqa_reduce = "max",
         .min_prefill = PrefillConfig::kAuto,
         .recall = 6,
-        .recall_block = 64,
-        .recall_suffix = 2,
-        .recall_span = 4,
-        .recall_max_count = 32,
         .recall_characters = 8,
         .error_rows = 8,
         .error_threshold = 0.003,
@@ -158,7 +153,7 @@ void set_field(PrefillConfig& config, std::string_view name, std::string_view te
 }
 
 // A text like "a=1,b=2" by field.
-std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view text) {
+void set_fields(PrefillConfig& config, std::string_view text) {
   std::set<std::string_view> given;
   for (const std::string_view part : split(text, ',')) {
     const size_t equals = part.find('=');
@@ -172,7 +167,6 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
     TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"",
                       one_line(text), '"');
   }
-  return given;
 }
 
 // The fields as texts; with a base, the ones that differ from it.
@@ -252,11 +246,7 @@ PrefillConfig PrefillConfig::parse(std::string_view text) {
 
 PrefillConfig PrefillConfig::with(std::string_view fields) const {
   PrefillConfig config = *this;
-  const auto given = set_fields(config, fields);
-  if (given.count("chunk_size") && !given.count("recall_block") && config.recall > 0 &&
-      config.chunk_size > 0) {
-    config.recall_block = std::gcd(config.chunk_size, config.recall_block);
-  }
+  set_fields(config, fields);
   config.check();
   return config;
 }
@@ -287,7 +277,6 @@ void PrefillConfig::check() const {
   }
   TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
                     "gqa_reduce must be \"sum\" or \"max\", got \"", one_line(gqa_reduce), '"');
-  if (recall > 0) check_recall_block(chunk_size, recall_block);
 }
 
 std::vector<std::string> PrefillConfig::advice() const {
@@ -299,10 +288,8 @@ std::vector<std::string> PrefillConfig::advice() const {
                   " positions) is not smaller than chunk_size (" + std::to_string(chunk_size) +
                   "): sparse prefill saves less than it could");
   }
-  if (memory_size() == 0 && !block_diagonal) {
-    all.push_back(
-        "the memory set is empty (K + L + H = 0), so every call is dense: block_diagonal=true "
-        "attends inside chunks alone");
+  if (memory_size() == 0) {
+    all.push_back("the memory set is empty (K + L + H = 0), so every call is dense");
   }
   return all;
 }
@@ -368,7 +355,7 @@ bool PrefillConfig::is_long_call(int64_t past, int64_t num_tokens) const {
 }
 
 bool PrefillConfig::is_sparse_call(int64_t past, int64_t num_tokens) const {
-  return !exact && is_long_call(past, num_tokens) && (memory_size() > 0 || block_diagonal);
+  return !exact && is_long_call(past, num_tokens) && memory_size() > 0;
 }
 
 bool PrefillConfig::is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const {

@@ -61,7 +61,6 @@ struct PrefillRequest : AttentionArguments {
   WideningRule widening() const { return widening_of(settings); }
   // The factors of all units.
   std::vector<int32_t> factors() const { return factors_of_heads(settings, errors, key.sizes()); }
-  ScoredRows scored_rows() const { return {settings.score_rows}; }
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
 
   // Maximum number of rows of a chunk, and of positions between two selections.
@@ -85,8 +84,6 @@ struct PrefillRequest : AttentionArguments {
     fill_checkpoint(number);
   }
   void fill_checkpoint(int64_t number) const;
-  // Queries at the end of the call that attend to every key.
-  int64_t tail() const { return std::min(settings.dense_tail, length()); }
   bool recalls() const { return recall.offsets.defined(); }
   int64_t recall_blocks() const;
 

@@ -21,26 +21,6 @@ struct RowRange {
   H2O_HOST_DEVICE int64_t position() const { return past + begin; }
 };
 
-// The rows of a chunk that add to scores: one of each `every` consecutive rows, all of them if that
-// is 1, counted from the chunk's first. It is a hashed one, since fixed strides coincide with
-// recall blocks. The hash is a step of Fishman and Moore's generator (SIAM J. Sci. Stat. Comput. 7,
-// 1986).
-struct ScoredRows {
-  int64_t every = 1;
-
-  // Row i of them, of numbers or of a tensor of them. The first one is row 0.
-  template <typename Number>
-  H2O_HOST_DEVICE Number row(const Number& i) const {
-    return i * every + i * int64_t{950706376} % int64_t{INT32_MAX} % every;
-  }
-  H2O_HOST_DEVICE bool has(int64_t chunk_row) const { return row(chunk_row / every) == chunk_row; }
-  // How many are among the first rows of a chunk.
-  H2O_HOST_DEVICE int64_t count(int64_t chunk_rows) const {
-    const int64_t last = chunk_rows / every;
-    return last + (row(last) < chunk_rows);
-  }
-};
-
 // Keys [begin, begin + count) of the history; a row sees them up to its own position. In chunks of
 // chunk_size keys, if that is not 0: a row sees its own chunk alone. With a
 // window: a row sees the last `window` keys up to its own position.

@@ -50,11 +50,9 @@ def observe_attention(
     """
     AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
-    # Eligibility depends on the length of a call: chunks of one token let every prompt pass.
-    block_diagonal = PrefillConfig(
-        chunk_size=1, local_window=0, heavy_budget=0, dense_layers=dense_layers, block_diagonal=True
-    )
-    with enable(model, block_diagonal, strict=True):
+    # Eligibility depends on the length of a call: chunks of two tokens let every prompt pass.
+    short = PrefillConfig(chunk_size=2, local_window=1, heavy_budget=0, dense_layers=dense_layers)
+    with enable(model, short, strict=True):
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == SPARSE_NAME:

@@ -264,8 +264,8 @@ def check_settings(config: PrefillConfig, context: int, windows: str) -> None:
     """Raise the errors of `evaluate_perplexity` that need neither a model nor a text."""
     parse_windows(windows)
     check_chunks(config, context, "context")
-    if not (config.exact or config.memory_size or config.block_diagonal):
+    if not (config.exact or config.memory_size):
         raise ValueError(
-            "sink_tokens, local_window and heavy_budget must not all be 0 unless block_diagonal is "
-            "on: with an empty memory set every call is dense"
+            "sink_tokens, local_window and heavy_budget must not all be 0: with an empty memory "
+            "set every call is dense"
         )

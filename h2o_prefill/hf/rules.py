@@ -170,7 +170,7 @@ RULES = (
         lambda call: (
             not call.config.exact and not call.config.is_sparse_call(call.past, call.prompt_rows)
         ),
-        "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
+        "the memory set is empty (K + L + H = 0)",
     ),
     # These look only at the layer and at what the model passed.
     _anywhere(lambda call: not call.is_causal),

@@ -27,8 +27,7 @@ class ScoreTracker:
     """Scores [num_layers, num_heads (KV heads), max_seq_len], 0 where nothing was scored yet.
 
     Weights are [num_heads, queries, columns]; with a further dimension for the G query heads of a
-    group, [num_heads, G, queries, columns], `gqa_reduce` ("sum" or "max") combines their sums. Of
-    `score_rows` consecutive queries one adds to the sums.
+    group, [num_heads, G, queries, columns], `gqa_reduce` ("sum" or "max") combines their sums.
     """
 
     def __init__(
@@ -39,11 +38,9 @@ class ScoreTracker:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         gqa_reduce: str = "sum",
-        score_rows: int = 1,
     ) -> None:
         self.scores = torch.zeros(num_layers, num_heads, max_seq_len, dtype=dtype, device=device)
         self.gqa_reduce = gqa_reduce
-        self.score_rows = score_rows
 
     def set_initial_scores(
         self, layer_idx: int, chunk_start: int, chunk_end: int, intra_attention_weights: Tensor
@@ -65,21 +62,10 @@ class ScoreTracker:
         return found.masked_fill(indices < 0, -torch.inf)
 
     def _column_sums(self, weights: Tensor) -> Tensor:
-        rows = scored_rows(weights.shape[-2], self.score_rows)
-        sums = weights[..., rows, :].detach().sum(dim=-2)  # a selection has no gradient
+        sums = weights.detach().sum(dim=-2)  # a selection has no gradient
         if sums.dim() == 3:
             sums = sums.amax(dim=1) if self.gqa_reduce == "max" else sums.sum(dim=1)
         return sums.to(self.scores.dtype)
-
-
-def scored_rows(rows: int, every: int) -> list[int]:
-    """Return which of a chunk's rows add to scores: a hashed one of each `every` of them.
-
-    The hash is a step of Fishman and Moore's generator: fixed strides would coincide with recall
-    blocks.
-    """
-    chosen = (i * every + i * 950706376 % (2**31 - 1) % every for i in range(rows))
-    return [row for row in chosen if row < rows]
 
 
 def get_local_window_indices(chunk_end: int, local_window_size: int) -> Tensor:

@@ -40,11 +40,6 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (options.sinks) {
     weights = weights * share_of_keys(lse.flatten(1, 2), *options.sinks).view_as(lse.unsqueeze(-1));
   }
-  if (options.scored.every > 1) {
-    const int64_t count = options.scored.count(q.size(2));
-    const auto number = at::arange(count, q.options().dtype(at::kLong));
-    weights = weights.index_select(-2, options.scored.row(number));
-  }
   const auto by_head = weights.sum(-2);
   return {out.flatten(1, 2), lse.flatten(1, 2),
           options.reduce_max ? by_head.amax(2) : by_head.sum(2)};

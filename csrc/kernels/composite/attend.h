@@ -5,15 +5,12 @@
 
 #include <optional>
 
-#include "kernels/key_sets.h"
-
 namespace h2o_prefill::composite {
 
 // How logits are treated, apart from `scale`.
 struct LogitOptions {
   std::optional<at::Tensor> sinks = {};  // [Hq]
   double softcap = 0.0;
-  ScoredRows scored = {};   // whose weights column sums add up
   bool reduce_max = false;  // column sums of a group: the maximum over its heads instead of the sum
 };
 

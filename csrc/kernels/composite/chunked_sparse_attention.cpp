@@ -27,7 +27,7 @@ struct Recall {
 
   // rows: a chunk. sets: int32 [B, Hkv, M].
   Attended attend_chunk(const at::Tensor& sets, const RowRange& rows) const {
-    const int64_t block = request.settings.recall_block, end = rows.begin + rows.count;
+    const int64_t block = request.settings.recall_block(), end = rows.begin + rows.count;
     std::vector<at::Tensor> outs_of_batch, lses_of_batch;
     for (int64_t b = 0; b < request.query.size(0); ++b) {
       std::vector<at::Tensor> outs, lses;
@@ -45,7 +45,7 @@ struct Recall {
  private:
   Attended attend_block(int64_t b, const at::Tensor& sets, int64_t first_row, int64_t row,
                         int64_t rows) const {
-    const int64_t list = b * request.recall_blocks() + row / request.settings.recall_block;
+    const int64_t list = b * request.recall_blocks() + row / request.settings.recall_block();
     const int64_t from = offsets[list].item<int>();
     const int64_t count = offsets[list + 1].item<int>() - from;
     const int64_t heads = request.key.size(1);
@@ -82,10 +82,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                         .clone(at::MemoryFormat::Contiguous)
                   : at::full({k.size(0), k.size(1), 0}, -1, q.options().dtype(at::kInt));
   const Recall recall(request);
-  const LogitOptions options{.sinks = request.sinks,
-                             .softcap = request.softcap,
-                             .scored = request.scored_rows(),
-                             .reduce_max = request.reduce_max()};
+  const LogitOptions options{
+      .sinks = request.sinks, .softcap = request.softcap, .reduce_max = request.reduce_max()};
 
   int64_t previous_begin = request.last_chunk_begin;
   const auto select = [&](int64_t row) {
@@ -119,14 +117,12 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
   if (request.ends_at_checkpoint()) select(length);
-  if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail).copy_(composite::dense_attention(request.last_rows(tail)));
-  }
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("chunked_sparse_attention", &chunked_sparse_attention_entry<chunked_sparse_attention>);
+  m.impl("chunked_sparse_attention",
+         &chunked_sparse_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention", &prefill_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention_",
          &prefill_attention_in_place_entry<chunked_sparse_attention, dense_attention,

@@ -296,8 +296,6 @@ void AttendChunk::Impl::attend_part(const Pass& pass, const AttendGrid& grid,
   attend.scale = pass.scale;
   attend.softcap = pass.softcap;
   attend.sets = packed;
-  attend.scored = pass.scored;
-  attend.chunk_row = rows.begin - pass.rows.begin;
   attend.num_sets = num_sets;
   attend.gemm = kernels.gemm;
   attend.scratch = workspace.get(thread_parts.scratch) + thread * thread_parts.scratch_floats;

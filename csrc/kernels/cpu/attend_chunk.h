@@ -57,7 +57,6 @@ struct AttentionCall {
   float scale;
   const float* sinks;       // [Hq], a further logit of each head's denominators; null: none
   float softcap;            // logits z become softcap tanh(z / softcap); 0: they do not
-  ScoredRows scored{};      // whose weights column sums add up, of the rows of a pass
   bool reduce_max = false;  // column sums of a group: the maximum over its heads instead of the sum
   RecallView recall{};      // keys that passes with memory sets see besides
 };

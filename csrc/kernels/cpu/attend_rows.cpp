@@ -139,11 +139,10 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       inverse_l[r] = finish_row(state.m[row], state.l[row], sink).weight;
     }
     if (!set.colsum) continue;
-    if (count == kSumRows && args.scored.every == 1) {
+    if (count == kSumRows) {
       add_column_sums<kSumRows>(p, stride, inverse_l, padded, set.colsum + begin);
     } else {
       for (int r = 0; r < count; ++r) {
-        if (!args.scored.has(args.chunk_row + block.first + first + r)) continue;
         add_column_sums<1>(p + r * stride, stride, inverse_l + r, padded, set.colsum + begin);
       }
     }

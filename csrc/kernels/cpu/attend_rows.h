@@ -8,7 +8,6 @@
 
 #include "kernels/cpu/inline.h"
 #include "kernels/cpu/linear_chunk.h"
-#include "kernels/key_sets.h"
 #include "kernels/params.h"
 #include "kernels/softmax_state.h"
 
@@ -74,9 +73,6 @@ struct AttendRowsArgs {
   float softcap = 0.0F;  // logits z become softcap tanh(z / softcap); 0: they do not
   const KeySet* sets;    // a row's result is the softmax over all that it sees in all sets
   int num_sets;
-  // Of a chunk in which the first row is row `chunk_row`: those of column sums.
-  ScoredRows scored = {};
-  int64_t chunk_row = 0;
   BFloat16Gemm gemm;  // multiplies words of bfloat16 instead of the kernel's own tiles; may be null
   float* scratch;     // scratch_floats(...) floats, of one thread
 };

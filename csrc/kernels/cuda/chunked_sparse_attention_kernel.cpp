@@ -1,9 +1,6 @@
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -134,45 +131,6 @@ class ExactRows {
   at::Tensor exact_;
 };
 
-// The rows of a call that add to scores, where these are not all of them.
-class ScoredQueries {
- public:
-  ScoredQueries(const PrefillRequest& request, const at::Tensor& query)
-      : scored_(request.scored_rows()),
-        chunk_size_(request.settings.chunk_size),
-        of_chunk_(scored_.count(chunk_size_)) {
-    const int64_t last = request.length() % chunk_size_;
-    const int64_t count = request.length() / chunk_size_ * of_chunk_ + scored_.count(last);
-    const auto number = at::arange(count, query.options().dtype(at::kLong));
-    const auto in_chunk = number.remainder(of_chunk_);
-    rows_ = number.floor_divide(of_chunk_).mul_(chunk_size_).add_(scored_.row(in_chunk));
-    query_ = query.index_select(2, rows_);
-  }
-
-  // Has the other rows count nothing in a pass over chunks, which multiplies them all the same.
-  void restrict_chunks(ColumnSumsParams& pass, const at::Tensor& lse) {
-    lse_ = at::full_like(lse, kNegInf).index_copy_(2, rows_, lse.index_select(2, rows_));
-    pass.lse = lse_.const_data_ptr<float>();
-  }
-  // Leaves the other rows of a chunk out of a pass over memory sets.
-  void restrict_memory(ColumnSumsParams& pass, const at::Tensor& lse) {
-    const int64_t begin = pass.rows.begin / chunk_size_ * of_chunk_;
-    const int64_t count = scored_.count(pass.rows.count);
-    lse_ = lse.index_select(2, rows_.narrow(0, begin, count));
-    pass.query = heads_view(query_.narrow(2, begin, count));
-    pass.lse = lse_.const_data_ptr<float>();
-    pass.rows = {.begin = 0, .count = count, .past = pass.rows.position()};
-  }
-
- private:
-  ScoredRows scored_;
-  int64_t chunk_size_;
-  int64_t of_chunk_;  // rows of a whole chunk
-  at::Tensor rows_;   // int64, of the call
-  at::Tensor query_;  // [B, Hq, rows, D]
-  at::Tensor lse_;    // of the last pass
-};
-
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   if (!has_attention_kernel(request)) return composite::chunked_sparse_attention(request);
   const c10::cuda::CUDAGuard guard(request.query.device());
@@ -189,10 +147,6 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   stream.attend(phase1);
   ColumnSumsParams sums = column_sums_pass(phase1, call.lse, scores, scores_stride);
   sums.reduce_max = request.reduce_max();
-  std::optional<ScoredQueries> scored;
-  if (request.scored_rows().every > 1 && x.length() > 0) {
-    scored.emplace(request, x.query).restrict_chunks(sums, lse);
-  }
   stream.sum_columns(sums);
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
@@ -217,7 +171,6 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         phase2.merge_with_out = true;
         stream.attend(phase2);
         sums = column_sums_pass(phase2, of_memory, scores, scores_stride);
-        if (scored) scored->restrict_memory(sums, memory_lse);
         sums.scatter_add = true;
         sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();
@@ -236,15 +189,12 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   } else if (sets) {
     sets->end();
   }
-  if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
-  }
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunked_sparse_attention",
-         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda>);
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention_",

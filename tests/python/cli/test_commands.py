@@ -28,7 +28,7 @@ COMMANDS = (
     *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
     *("generate", "export"),
 )
-RECALL = f"{SMALL},recall=2,recall_block=32"
+RECALL = f"{SMALL},recall=2"
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_options_of_ppl_reach_the_run(report, small_commands, profiled):
     found, table = report(
         *(*small_commands["ppl"], "--model", profiled, "--heavy-budget", 0, "--windows", "1:"),
         *("--dtype", "bfloat16", "--select", "sinks_and_window"),
-        *("--preset", "profile,sink_tokens=2,recall=2,recall_block=8"),
+        *("--preset", "profile,sink_tokens=2,recall=2"),
     )
     config = found["config"]
     assert config["preset"].startswith("profile profiled,") and "profile profiled" in table

@@ -25,7 +25,7 @@ from h2o_prefill.presets import chosen_config
         ("chunk_size", 2**63, f"chunk_size must be an int, got {2**63}"),
         ("dense_layers", (1.5,), "dense_layers must be an int, got 1.5"),
         ("error_threshold", 10**400, "error_threshold must be a number, got 1000"),
-        ("block_diagonal", 1, "block_diagonal must be a bool, got 1"),
+        ("exact", 1, "exact must be a bool, got 1"),
         ("wide", (1, 2), "a factor of wide must be a sequence of ints, got 1"),
         ("wide", ((1,),), r"must be \(layer, factor\) or \(layer, KV head, factor\), got \(1,\)"),
         ("wide", "7", "wide must be layers or layer.KV head with a factor, like 7x4"),
@@ -35,12 +35,11 @@ from h2o_prefill.presets import chosen_config
         ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
         ("wide", "1x4194304", "multiplied by their factors, must be <= 4194304, got 1073741824"),
         ("min_prefill", -1, "min_prefill must be >= 1, 'auto' or None, got -1"),
-        ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
     with pytest.raises(ValueError, match=message):
-        PrefillConfig(**({"recall_block": 100} | {field: value}))
+        PrefillConfig(**{field: value})
 
 
 def test_fields_and_defaults_equal_the_native_class():
@@ -65,7 +64,7 @@ def test_texts_stand_for_all_settings(seed):
         ("h2o,recalls=1", '"recalls" is no setting of PrefillConfig, whose settings are chunk'),
         ("h2o,recall=1.5", 'recall must be an int, got "1.5"'),
         ("h2o,dense_layers=1-3", 'dense_layers must be layers like 7.17, or none, got "1-3"'),
-        ("h2o,block_diagonal=maybe", 'block_diagonal must be true or false, got "maybe"'),
+        ("h2o,exact=maybe", 'exact must be true or false, got "maybe"'),
         ("h2o,sink_tokens=-1", "sink_tokens must be >= 0, got -1"),
         ("h2o,recall=1,recall=2", 'recall must be given once, got "recall=1,recall=2"'),
         ("h2o,wide=7.2x3+7.2x4", "wide must name a layer or head once, got 7.2x4 after another"),
@@ -86,10 +85,9 @@ def test_wrong_texts(text, message):
 
 @pytest.mark.parametrize("yes", ["true", "True", "1"])
 def test_values_as_python_prints_them(yes):
-    text = f"h2o,block_diagonal={yes},exact=False,min_prefill=None,dense_layers=None"
-    assert PrefillConfig.parse(text) == PrefillConfig.parse(
-        "h2o,block_diagonal=true,min_prefill=none"
-    )
+    text = f"h2o,exact={yes},min_prefill=None,dense_layers=None"
+    assert PrefillConfig.parse(text) == PrefillConfig.parse("h2o,exact=true,min_prefill=none")
+    assert PrefillConfig.parse("exact,exact=False") == PrefillConfig()
 
 
 def test_numpy_integers_are_integers():
@@ -105,7 +103,6 @@ def test_budgets_that_do_not_pay_warn():
     with pytest.warns(UserWarning, match=r"memory set is empty \(K \+ L \+ H = 0\), so every call"):
         config = PrefillConfig(**empty)
     assert not config.is_sparse_call(0, 4096) and config.is_long_call(0, 4096)
-    assert PrefillConfig(**empty, block_diagonal=True).is_sparse_call(0, 4096)
     with pytest.warns(
         UserWarning, match=r"\(512 positions\) is not smaller than chunk_size \(512\)"
     ):

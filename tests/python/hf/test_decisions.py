@@ -32,7 +32,7 @@ def test_up_to_one_chunk_is_dense(llama, make_ids, sparse_layers, length):
     assert sparse_layers == ([16, 16] if length == 16 else [])
 
 
-def test_an_empty_memory_set_is_dense_unless_asked_for(llama, ids, sparse_layers):
+def test_an_empty_memory_set_is_dense(llama, ids, sparse_layers):
     with pytest.warns(UserWarning, match="every call is dense"):
         empty = PrefillConfig(chunk_size=16, local_window=0, heavy_budget=0)
     stock = llama(ids).logits
@@ -40,13 +40,10 @@ def test_an_empty_memory_set_is_dense_unless_asked_for(llama, ids, sparse_layers
         assert_close(llama(ids).logits, stock)
     with (
         enable(llama, empty, strict=True),
-        pytest.raises(NotImplementedError, match=r"memory set is empty.*block_diagonal=True"),
+        pytest.raises(NotImplementedError, match="memory set is empty"),
     ):
         llama(ids)
     assert sparse_layers == []
-    with enable(llama, empty.replace(block_diagonal=True), strict=True):
-        llama(ids)
-    assert sparse_layers == [72, 72]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from op_testing import (
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.reference.memory import scored_rows
 
 S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
-OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}, {"score_rows": 3}]
+OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
 WIDE = {"wide": "1.0x3"}
 WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
@@ -41,9 +40,9 @@ def check(*arguments, **fields):
     return compare_with_oracle(*OPERATORS, *call(*arguments, **fields))
 
 
-def find_recalled(batch, past, tokens, device):
+def find_recalled(batch, past, tokens, device, chunk_size):
     ids = torch.randint(0, 9, (batch, past + tokens), generator=torch.Generator().manual_seed(5))
-    lists = ops.lexical_recall(ids, past, recall_text(S, 16, 3, recall_max_count=1000))
+    lists = ops.lexical_recall(ids, past, recall_text(chunk_size, 3))
     return [x.to(device) for x in lists]
 
 
@@ -59,7 +58,7 @@ def test_head_dims_of_latent_attention(device, dtype, past):
     """DeepSeek V2 and V3 have keys of 192 and values of 128."""
     q, k, v = make_qkv(Shape(1, 2, 2, 150, 192, 128), dtype, device, "transposed", past=past)
     check(q, k, v, dense_tail=20)
-    check(q, k, v, recall=find_recalled(1, past, 150, device), recall_block=16)
+    check(q, k, v, recall=find_recalled(1, past, 150, device, 48), chunk_size=48)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -110,17 +109,6 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
     assert all(map(torch.equal, state, whole[1:]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("every", [2, 5, 64])
-def test_part_of_the_rows_adds_to_scores(device, dtype, every):
-    q, k, v = make_qkv(Shape(2, 4, 2, 3 * S + 7, 32, 32), dtype, device)
-    _, scores, *_ = check(q, k, v, score_rows=every)
-    # Every scored row of a chunk with a memory set has two softmaxes.
-    counts = [len(scored_rows(rows, every)) for rows in (S, S, S, 7)]
-    expected = torch.full((2, 2), 2.0 * (counts[0] + 2 * sum(counts[1:])), device=device)
-    torch.testing.assert_close(scores.sum(-1), expected, rtol=1e-3, atol=0)
-
-
 def test_one_chunk_is_phase_one_bit_by_bit(device):
     q, k, v = make_qkv(Shape(1, 4, 2, S, 32, 32), device=device)
     out, scores, memory, _ = prefill(q, k, v)
@@ -133,9 +121,8 @@ def test_more_threads_than_tasks_give_the_same_bits(device, reduce):
     """Tasks are cut by query heads, column sums by keys, also where keys are recalled."""
     q, k, v = make_qkv(Shape(1, 6, 2, 1300, 32, 32), device=device)
     fields = {"chunk_size": 608, "local_window": 300, "heavy_budget": 300, "gqa_reduce": reduce}
-    recall = find_recalled(1, 0, 1300, device)
-    given = {"recall": recall, "recall_block": 16, **fields}
-    assert_same_on_threads(lambda: prefill(q, k, v, **given), (1, 40))
+    recall = find_recalled(1, 0, 1300, device, fields["chunk_size"])
+    assert_same_on_threads(lambda: prefill(q, k, v, recall=recall, **fields), (1, 40))
 
 
 def test_sixteen_chunks_of_extreme_logits_stay_finite(device):

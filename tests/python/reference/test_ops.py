@@ -5,9 +5,8 @@ import torch
 from op_testing import Shape, make_qkv, recall_text, settings_text
 
 from h2o_prefill.reference import ops
-from h2o_prefill.reference.memory import scored_rows
 
-S, L, H, BLOCK = 16, 4, 4, 8
+S, L, H, BLOCK = 12, 4, 4, 4
 NO_RECALL = (None, None, None)
 GROUPS = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 
@@ -18,7 +17,7 @@ def random_qkv(tokens, heads=(4, 2), past=0, dtype=torch.float64):
 
 
 def text(**fields):
-    sizes = {"chunk_size": S, "local_window": L, "heavy_budget": H, "recall_block": BLOCK}
+    sizes = {"chunk_size": S, "local_window": L, "heavy_budget": H}
     return settings_text(**(sizes | fields))
 
 
@@ -44,17 +43,16 @@ def assert_equal(got, expected, atol=1e-12):
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum", score_rows=1):
+def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"):
     """Return output, scores and memory: one softmax over the mask of all that a row sees."""
     (batch, heads, total), group = k.shape[:3], q.shape[1] // k.shape[1]
     logits = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[3] ** -0.5
     position = torch.arange(total)
     causal = position <= position.unsqueeze(1)
-    scored = [x for row in scored_rows(S, score_rows) for x in range(row, total, S)]
 
     def votes(mask):
         masked = logits.masked_fill(~mask.repeat_interleave(group, 1), -torch.inf)
-        sums = masked.softmax(-1).nan_to_num(0)[:, :, scored].sum(2).unflatten(1, (heads, group))
+        sums = masked.softmax(-1).nan_to_num(0).sum(2).unflatten(1, (heads, group))
         return sums.amax(2) if gqa_reduce == "max" else sums.sum(2)
 
     inside = causal & (position // S == position.unsqueeze(1) // S)
@@ -85,18 +83,12 @@ def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"
 @pytest.mark.parametrize("tokens", [1, S - 1, S, S + 1, 2 * S - 1, 3 * S + 5])
 @pytest.mark.parametrize("recalls", [False, True])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"sink_tokens": 2, "dense_tail": S + 9}, {"gqa_reduce": "max"}, {"score_rows": 3}],
-    ids=str,
+    "options", [{}, {"sink_tokens": 2, "dense_tail": S + 9}, {"gqa_reduce": "max"}], ids=str
 )
 def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
     q, k, v = random_qkv(tokens, heads)
     ids = torch.randint(0, 6, (2, tokens), generator=torch.Generator().manual_seed(0))
-    recall = (
-        ops.lexical_recall(ids, 0, recall_text(S, BLOCK, 2, recall_max_count=99))
-        if recalls
-        else NO_RECALL
-    )
+    recall = ops.lexical_recall(ids, 0, recall_text(S, 2)) if recalls else NO_RECALL
     out, scores, memory = prefill(q, k, v, recall=recall, **options)
     expected = by_definition(q, k, v, recall, **options)
     assert_equal(out, expected[0])
