@@ -49,7 +49,7 @@ def compare(
     else:
         corpus = file_corpus(prompt_file.name, prompt_file, "--prompt-file")
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     if prompt_file is None:
         _, ids = select_windows(encode(tokenizer, corpus.text), context or 4096, "0:1")
     else:

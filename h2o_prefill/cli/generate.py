@@ -199,7 +199,7 @@ def _answer_prompt(
     with contextlib.ExitStack() as stack:
         if one.package is None:
             network, tokenizer = model.load()
-            config = settings.find(network)
+            config = settings.find()
             handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
         else:
             model.use_threads()
@@ -279,7 +279,7 @@ def _answer_file(
         prompts = read_prompts(input_file, "--input")
         outputs.check_output_file(output, "--output")
         network, tokenizer = model.load()
-        given = network, tokenizer, prompts, output, settings.find(network)
+        given = network, tokenizer, prompts, output, settings.find()
         with cluster.connect(model) as workers, console.show_progress("generate") as show:
             limits |= {"batch_tokens": many.batch_tokens, "cluster": workers}
             found = answer_prompts(*given, on_progress=show, **limits)

@@ -39,7 +39,7 @@ def ppl(
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     with console.show_progress("perplexity") as show:
         result = evaluate_perplexity(
             network,
@@ -54,8 +54,8 @@ def ppl(
             on_progress=show,
         )
     title = f"{model}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
-    title += options.describe(network, config, select)
-    origin = model.origin(corpus, preset=options.settings_name(network, config))
+    title += options.describe(config, select)
+    origin = model.origin(corpus, preset=config.to_string())
     report.write(lambda: perplexity_report(result, **origin))
     report.draw(plot_perplexity, result, title)
     report.show(title, tables.perplexity_table(result))

@@ -68,7 +68,7 @@ def serve(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = stack.enter_context(socket.create_server((host, port), family=family))
         network, tokenizer = model.load()
-        config = None if settings is None else settings.find(network)
+        config = None if settings is None else settings.find()
         worker = Worker(network, tokenizer, config, context, queue, prefix_cache << 20)
         stack.callback(worker.close)
         # Folders of this machine are nobody's business.

@@ -35,10 +35,9 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     prefill_mode,
     report_progress,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
-from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def run_ablation(
     rows = table.read_rows(path)
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    chosen = [sparse_settings_for(network, one) for one in bases]
+    chosen = [sparse_at_any_length(one) for one in bases]
     grid = build_grid(axes, contexts, chosen, protocol)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
@@ -221,8 +220,7 @@ def run_ablation(
             failed[f"{cell}: {error}"] = error
             warn(f"a cell failed, {cell}: {error}")
         else:
-            # Workers may have no profile, or another one.
-            preset = settings_name(network, config)
+            preset = config.to_string()
             measured["preset"] = None if "," in preset else preset
             rows[key] = {"cell": key, **measured}
             table.add_row(rows[key], path)

@@ -46,7 +46,7 @@ COLUMNS: dict[str, str] = {
     "context": _WHOLE,  # tokens of a window
     "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
     "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
-    # The preset that has these settings, or "profile" with its name, empty if none has.
+    # The preset that has these settings, empty if none has.
     "preset": _TEXT,
     **_SETTINGS,
     "select": _TEXT,  # the name of the selection rule, empty if there is none

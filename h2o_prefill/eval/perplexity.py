@@ -30,10 +30,10 @@ from h2o_prefill.generation.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus
-from h2o_prefill.profile import count_heads
+from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -155,7 +155,7 @@ def evaluate_perplexity(
         With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
     """
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
-    config = sparse_settings_for(network, chunk_config)
+    config = sparse_at_any_length(chunk_config)
     check_settings(config, context, windows, protocol)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
     step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))

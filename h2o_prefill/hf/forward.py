@@ -27,6 +27,7 @@ from h2o_prefill.hf.kinds import (
     Rows,
     Span,
     Window,
+    count_heads,
     is_unpadded,
     switched,
     windows_ahead,
@@ -34,7 +35,6 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import Selector
 from h2o_prefill.state import PrefillState
 
@@ -92,7 +92,6 @@ class EnabledState:
     errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
-    profile: str = ""  # the file that the settings are from, if they are from one
     select: Selector | None = None  # what chooses memory sets, if the settings do not
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:

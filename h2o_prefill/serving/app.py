@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from h2o_prefill.generation.prompts import encode_prompt
-from h2o_prefill.generation.runs import DENSE, settings_for
+from h2o_prefill.generation.runs import DENSE
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.serving.protocol import Answer, ApiError, ChatRequest, CompletionRequest, Finish
 from h2o_prefill.serving.worker import Job, Worker, settings_error
 
@@ -171,7 +172,7 @@ def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
     config = worker.config if settings is None else None
     try:
         if settings not in (None, DENSE):
-            config = settings_for(worker.model, settings)
+            config = chosen_config(settings)
     except ValueError as error:
         raise settings_error(error) from None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
