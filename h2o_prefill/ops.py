@@ -247,8 +247,8 @@ def chunked_sparse_attention(
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
         Keys that blocks of `recall_block` rows also see.
     settings : PrefillConfig or str
-        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `wide` whatever its
-        layers, `dense_tail`, `gqa_reduce`, `score_rows`, `recall_block`, and the fields for errors.
+        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `dense_tail`, `gqa_reduce`,
+        `score_rows`, `recall_block`, and the fields for errors.
         Fields that choose sparse calls and layers have no effect.
 
     Returns

@@ -37,10 +37,10 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (
     StageCache,
+    check_heads_here,
     check_shardable,
     layers_here,
     new_cache,
-    with_heads_here,
 )
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
@@ -245,9 +245,9 @@ def enable(
         raise no_model(model)
     chosen = chosen_config(config, overrides)
     if heads := heads_by_layer(model):
-        chosen.check_fits(len(heads), max(heads))
+        chosen.check_fits(len(heads))
     layers_here(model)
-    chosen = with_heads_here(model, chosen)
+    check_heads_here(model)
     if process_group is not None:
         chosen = chosen.resolved(chosen.chunk_size, chosen.chunk_size)
         check_shardable(model, chosen)

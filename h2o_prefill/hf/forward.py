@@ -27,7 +27,6 @@ from h2o_prefill.hf.kinds import (
     Rows,
     Span,
     Window,
-    count_heads,
     is_unpadded,
     switched,
     windows_ahead,
@@ -112,7 +111,7 @@ class EnabledState:
 
     def shortest_sparse_prompt(self, model: Any) -> int:
         """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        return self.config.shortest_sparse_prompt(self.like(model), *count_heads(model))
+        return self.config.shortest_sparse_prompt(self.like(model))
 
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""

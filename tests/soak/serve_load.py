@@ -16,7 +16,7 @@ REFUSED: list[tuple[int, Any]] = [
     (400, b'{"prompt": '),
     (400, b"[" * 5_000),
     (400, {"prompt": "x", "h2o_prefill": {"settings": "best"}}),
-    (400, {"prompt": "x", "h2o_prefill": {"settings": "h2o,wide=99x2"}}),
+    (400, {"prompt": "x", "h2o_prefill": {"settings": "h2o,dense_layers=99"}}),
     (400, {"prompt": [1, 10**6]}),
     (400, {"prompt": "x" * 5000}),
     (404, {"prompt": "x", "model": "another"}),

@@ -11,7 +11,6 @@ constexpr int64_t kChunk = 16;
 struct Options {
   Budgets budgets{3, 4, 1};
   int64_t dense_tail = 0;
-  std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";
   int64_t score_rows = 1;
   int64_t recall_block = 8;
@@ -26,7 +25,6 @@ struct Options {
             .heavy_budget = budgets.heavy_budget,
             .sink_tokens = budgets.sink_tokens,
             .dense_tail = dense_tail,
-            .wide = wide,
             .gqa_reduce = gqa_reduce,
             .score_rows = score_rows,
             .recall_block = recall_block,
@@ -110,7 +108,6 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     const auto x = random_qkv(60, 2 * heads, heads, at::kFloat, batch);
     const auto tokens = at::randint(0, 12, {batch, 60}, at::kLong);
     Options o;
-    o.wide = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
     if (batch == 3) o.score_rows = 4;
     if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
