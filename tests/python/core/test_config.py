@@ -29,13 +29,17 @@ from h2o_prefill.presets import chosen_config
         ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
-        ("error_rows", 4, "multiplied by max_widen, must be <= 4194304, got 8388608"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
     with pytest.raises(ValueError, match=message):
         PrefillConfig(**({"recall_block": 100} | {field: value}))
+
+
+def test_budgets_are_bounded_when_they_have_grown():
+    with pytest.raises(ValueError, match="multiplied by max_widen, must be <= 4194304, got 8388608"):
+        PrefillConfig(heavy_budget=2**21, error_rows=4, max_widen=4)
 
 
 def test_fields_and_defaults_equal_the_native_class():

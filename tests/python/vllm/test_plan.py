@@ -309,4 +309,4 @@ def test_prompts_for_which_dense_attention_is_faster():
         ("exact", 1, False),
         ("dense", 1, False),
     ):
-        assert is_too_short(choice_of(settings), length, like, LAYERS, KV_HEADS) is short
+        assert is_too_short(choice_of(settings), length, like) is short
