@@ -71,7 +71,7 @@ def test_what_a_package_says_of_itself(build):
     assert prompt.shape == (1, 128) and position.tolist() == [0, 0]
     assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
     assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
-    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 64)
+    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 16)
     assert torch.equal(errors, torch.zeros(1, 2, 4))
 
 
