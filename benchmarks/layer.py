@@ -48,13 +48,9 @@ RECALL_LENGTHS = ((4096, 8192), (200,))
 MEMORY_LENGTHS = ((1024, 2048, 4096, 8192, 16384), (64, 200))
 
 SEARCHED_TOKENS = 131072
-_NARROW = preset_config("recommended", local_window=256, wide=((0, 4),))
 RECALLS = {
     "h2o, recall=4": preset_config("h2o", recall=4),
     "recommended": preset_config("recommended"),
-    # Two layers of the same model.
-    "narrow layer": _NARROW.replace(wide=()),
-    "wide layer": _NARROW.of_layer(0),
 }
 
 # Tasks as csrc/kernels/cpu/tasks.h and attend_chunk.cpp cut them, and the barriers of a chunk.
@@ -162,7 +158,7 @@ def _crossover_row(
     timings = case.compare({**dense, "sparse": _sparse_call((q, k, v), config, lists)}, seconds)
     fastest = min(dense, key=timings.median)
     ratio = timings.ratio(fastest, "sparse").value
-    is_sparse = length >= config.shortest_sparse_prompt(q, 1, k.shape[1])
+    is_sparse = length >= config.shortest_sparse_prompt(q)
     chosen = "sparse" if is_sparse else fastest if case.on_gpu else "exact"
     flops = dense_dot_products(length) / sparse_dot_products(length, config, lists)
     row = {

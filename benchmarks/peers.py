@@ -18,19 +18,16 @@ from common.report import Report, Row, decoding_fields
 from common.worker import Worker
 from torch import Tensor
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation import load_model, load_text
 from h2o_prefill.generation.models import packaged_gguf
 from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.profile import find_profile
 
 app = new_app()
 
 LENGTHS = ((4096, 8000), (200,))
 STEPS = 16
 PEERS = ("openvino", "llama.cpp", "flex", "zentorch", "vllm")
-_PROFILE = "profile"
 
 
 def _option(name: str, text: str) -> Any:
@@ -48,7 +45,7 @@ def peers(
     ] = None,
     presets: Annotated[
         list[str] | None,
-        _option("preset", "Our settings, repeatable. Default: all presets, profile."),
+        _option("preset", "Our settings, repeatable. Default: all presets."),
     ] = None,
     windows: Annotated[
         str,
@@ -98,7 +95,7 @@ def peers(
     facts = {"model": Path(source).name, "text": corpus.source, "dtype": dtype}
     known = read_losses(losses or [], facts)
     network, tokenizer = load_model(source, plan.dtypes[0])
-    configs = _configs(plan, network, presets)
+    configs = {name: plan.config(name) for name in presets or PRESETS}
     facts |= {"presets": list(configs), "lengths": plan.lengths, "steps": STEPS}
     tokens = encode(tokenizer, corpus.text)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,18 +132,6 @@ def peers(
             ]
         if time:
             _time(report, plan, modes, rows, tokens)
-
-
-def _configs(plan: Plan, model: Any, presets: Sequence[str] | None) -> dict[str, PrefillConfig]:
-    """Return settings by name; "profile" names the settings of the model's profile."""
-    profile = find_profile(model)
-    names = presets or [*PRESETS, *([_PROFILE] if profile else [])]
-    if _PROFILE in names and profile is None:
-        raise typer.BadParameter("--preset profile needs a model with a profile")
-    return {
-        name: profile.config if profile and name == _PROFILE else plan.config(name)
-        for name in names
-    }
 
 
 def windows_by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:

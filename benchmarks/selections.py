@@ -36,7 +36,7 @@ from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import WindowScores, perplexity, relative_difference, score_window
 from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation.runs import DENSE
-from h2o_prefill.profile import count_heads
+from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.vocabulary import text_for
 
 app = new_app()

@@ -77,10 +77,6 @@ class PrefillConfig:
         "Number of queries at the end of a call that attend to all keys (exact attention)."
     )
     dense_layers: tuple[int, ...] = _setting("Layers whose attention is always dense.")
-    wide: tuple[tuple[int, ...], ...] = _setting(
-        "Factors of L and H: (layer, factor) for all KV heads of a layer, (layer, KV head, factor) "
-        "for one head instead; 7x4+18.2x2 in a text."
-    )
     gqa_reduce: str = _setting(
         'Reduction of scores over the query heads that share a KV head: "sum" or "max".'
     )
@@ -125,7 +121,7 @@ class PrefillConfig:
         ----------
         text : str
             A preset and fields, separated by commas; layers are joined by "+". For example
-            "recommended,local_window=256,wide=7x4".
+            "recommended,local_window=256,dense_layers=7+17".
 
         Raises
         ------
@@ -158,9 +154,9 @@ class PrefillConfig:
         """Whether `min_prefill` is open."""
         return self.min_prefill == AUTO
 
-    def shortest_sparse_prompt(self, like: Tensor, layers: int = 1, kv_heads: int = 1) -> int:
+    def shortest_sparse_prompt(self, like: Tensor) -> int:
         """Return from how many tokens on sparse attention is faster on a tensor's device."""
-        return _shortest(self, like.device, like.dtype, layers, kv_heads)
+        return _shortest(self, like.device, like.dtype)
 
     def resolved(self, shortest: int, prompt_tokens: int) -> PrefillConfig:
         """Return the settings of a prompt, with an open `min_prefill` resolved.
@@ -171,15 +167,10 @@ class PrefillConfig:
             return self
         return self.with_min_prefill(self.native.resolved(shortest, prompt_tokens).min_prefill)
 
-    def check_fits(self, layers: int, kv_heads: int) -> None:
-        """Raise ValueError if these settings name layers or KV heads that a model does not have."""
-        for name in LAYER_FIELDS:
-            given = getattr(self, name)
-            places = [item[:-1] if isinstance(item, tuple) else (item,) for item in given]
-            if any(place[0] >= layers for place in places):
-                raise ValueError(f"layers of {name} must be < {layers}, got {given}")
-            if any(head >= kv_heads for place in places for head in place[1:]):
-                raise ValueError(f"KV heads of {name} must be < {kv_heads}, got {given}")
+    def check_fits(self, layers: int) -> None:
+        """Raise ValueError if `dense_layers` names layers that a model does not have."""
+        if any(layer >= layers for layer in self.dense_layers):
+            raise ValueError(f"layers of dense_layers must be < {layers}, got {self.dense_layers}")
 
     @_cached
     def with_min_prefill(self, tokens: int) -> PrefillConfig:
@@ -216,14 +207,10 @@ class PrefillConfig:
         return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
-        """Return the settings of one layer, with its L and H; None: a layer without an index."""
-        if layer is None or not (self.wide or self.error_rows):
+        """Return the settings of one layer; None: a layer without an index."""
+        if layer is None or not self.error_rows:
             return self
         return _of_layer(self, layer)
-
-    def factor_of_head(self, head: int, layer: int | None = None) -> int:
-        """Return the factor of L and H of a KV head in a layer; None: the largest of all layers."""
-        return int(self.native.factor_of_head(head, layer))
 
     def replace(self, **changes: object) -> PrefillConfig:
         """Return a copy with exactly these fields changed."""
@@ -268,11 +255,6 @@ def _with_parameters(docstring: str) -> str:
 if PrefillConfig.__doc__:
     PrefillConfig.__doc__ = _with_parameters(PrefillConfig.__doc__)
 
-# Fields that name layers.
-LAYER_FIELDS = tuple(
-    field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
-)
-
 
 def format_value(value: Any) -> str:
     """Return a field's value as it is written in a settings text."""
@@ -299,10 +281,6 @@ def _typed(name: str, value: Any) -> Any:
         if not number or abs(value) > sys.float_info.max:
             raise ValueError(f"{name} must be a number, got {value!r}")
         return float(value)
-    if name == "wide":
-        if isinstance(value, str):
-            value = _Native.parse(f"h2o,wide={value}").wide
-        return tuple(_as_factor(one) for one in _as_sequence(name, value, "factors"))
     if isinstance(default, list):
         return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
     if name == "min_prefill" and (value is None or value == AUTO):
@@ -317,15 +295,6 @@ def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a sequence of {of}, got {value!r}")
     return value
-
-
-def _as_factor(one: Any) -> tuple[int, ...]:
-    numbers = tuple(_as_int("wide", x) for x in _as_sequence("a factor of wide", one, "ints"))
-    if len(numbers) not in (2, 3):
-        raise ValueError(
-            f"a factor of wide must be (layer, factor) or (layer, KV head, factor), got {one!r}"
-        )
-    return numbers
 
 
 def _as_int(name: str, value: Any) -> int:
@@ -345,11 +314,8 @@ def _as_native(value: Any) -> Any:
 
 
 @_cached
-def _shortest(
-    config: PrefillConfig, device: torch.device, dtype: torch.dtype, layers: int, kv_heads: int
-) -> int:
-    like = torch.empty(0, device=device, dtype=dtype)
-    return int(config.native.shortest_sparse_prompt(like, layers, kv_heads))
+def _shortest(config: PrefillConfig, device: torch.device, dtype: torch.dtype) -> int:
+    return int(config.native.shortest_sparse_prompt(torch.empty(0, device=device, dtype=dtype)))
 
 
 @_cached

@@ -140,7 +140,7 @@ def _attend_by_rule(
 @lru_cache(maxsize=256)
 def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
     """Return settings that keep this number of candidates and nothing else."""
-    budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members, "wide": ()}
+    budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Advice on budgets is for settings that a user wrote.
         return config.with_fields(**budget, max_widen=1, dense_tail=0)

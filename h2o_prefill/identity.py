@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.profile import plain_value
 from h2o_prefill.session_file import checksum
 
 # Fields of a config that change no key, value or logit.
@@ -39,6 +38,17 @@ CHANGED = {
 
 # Elements of a weight that are compared between two calls.
 _SAMPLED = 16
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value as JSON has it; the same number is an int in one file, a float in another."""
+    if isinstance(value, dict):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return value if value is None or isinstance(value, bool) else str(value)
 
 
 class Marks(NamedTuple):

@@ -247,9 +247,8 @@ def chunked_sparse_attention(
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
         Keys that blocks of `PrefillConfig.recall_block` rows also see.
     settings : PrefillConfig or str
-        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `wide` whatever its
-        layers, `dense_tail`, `gqa_reduce`, and the fields for errors. Fields that choose sparse
-        calls and layers have no effect.
+        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `dense_tail`, `gqa_reduce`,
+        and the fields for errors. Fields that choose sparse calls and layers have no effect.
 
     Returns
     -------

@@ -57,7 +57,7 @@ class PackageInfo:
     def resolve(self, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
         like = torch.empty(0, dtype=getattr(torch, self.dtype))
-        shortest = self.config.shortest_sparse_prompt(like, self.layers, self.kv_heads)
+        shortest = self.config.shortest_sparse_prompt(like)
         return self.config.resolved(shortest, tokens)
 
     def to_metadata(self) -> dict[str, str]:

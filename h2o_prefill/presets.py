@@ -14,11 +14,8 @@ PRESETS = {name: PrefillConfig.parse(name) for name in _Native.preset_names()}
 
 SPARSE_PRESETS = [name for name, config in PRESETS.items() if not config.exact]
 
-# The settings of `enable`, and of evaluations, if none are given and the model has no profile.
+# The settings of `enable`, and of evaluations, if none are given.
 DEFAULT_PRESET = "recommended"
-
-# What stands for the profile of a model in a settings text, in the place of a preset.
-PROFILE = "profile"
 
 
 def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConfig:
@@ -28,11 +25,6 @@ def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConf
     unknown, or a value is out of range.
     """
     return chosen_config(preset, overrides)
-
-
-def is_of_profile(config: PrefillConfig | str | None) -> bool:
-    """Return whether settings are a text that begins with the profile of a model."""
-    return isinstance(config, str) and config.partition(",")[0] == PROFILE
 
 
 def chosen_config(

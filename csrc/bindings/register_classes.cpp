@@ -97,11 +97,8 @@ void register_config(torch::Library& m) {
       .def("to_fields", of(&PrefillConfig::to_fields), "Return the text that names every field.")
       .def("advice", of(&PrefillConfig::advice),
            "Return a sentence for each setting that is valid but unlikely to be wanted.")
-      .def("of_layer", of(&PrefillConfig::of_layer),
-           "Return the settings of one layer: L and H as they are there.", {arg("layer")})
-      .def("factor_of_head", of(&PrefillConfig::factor_of_head),
-           "Return the factor of L and H of a KV head in a layer, or the largest of all layers.",
-           {arg("head"), arg("layer") = std::nullopt})
+      .def("of_layer", of(&PrefillConfig::of_layer), "Return the settings of one layer.",
+           {arg("layer")})
       .def("memory_size", of(&PrefillConfig::memory_size),
            "Return the positions that a memory set holds at most: K + L + H.")
       .def("recall_block", of(&PrefillConfig::recall_block),
@@ -114,12 +111,11 @@ void register_config(torch::Library& m) {
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",
-           [](const Config& self, const at::Tensor& like, int64_t layers, int64_t kv_heads) {
-             return shortest_sparse_prompt(self->held, device_cost(like).sparse_product, layers,
-                                           kv_heads);
+           [](const Config& self, const at::Tensor& like) {
+             return shortest_sparse_prompt(self->held, device_cost(like).sparse_product);
            },
            "Return the length from which sparse attention is faster on the device of a tensor.",
-           {arg("like"), arg("layers"), arg("kv_heads")})
+           {arg("like")})
       .def("resolved", of(&PrefillConfig::resolved),
            "Return the settings of a prompt, with an open min_prefill resolved.",
            {arg("shortest"), arg("prompt_tokens")})
@@ -206,8 +202,7 @@ void register_tracker(torch::Library& m) {
           [](int64_t num_layers, const Config& config) {
             return c10::make_intrusive<MemorySetTracker>(num_layers, config->held);
           },
-          "Return a tracker with the budgets of a config, whose wide layers have larger "
-          "sets.")
+          "Return a tracker with the budgets of a config.")
       .def("init_chunk_scores", &MemorySetTracker::init_chunk_scores,
            "Set the scores of a new chunk to the column sums of phase 1, [B, Hkv, T].",
            {arg("layer"), arg("chunk_begin"), arg("colsum")})

@@ -70,15 +70,6 @@ std::string to_text(double value) {
   char digits[32];
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
 }
-// A layer and its factor, or a layer, a KV head and its factor: "7x4+18.2x2".
-std::string to_text(const std::vector<std::vector<int64_t>>& wide) {
-  std::vector<std::string> texts;
-  for (const auto& x : wide) {
-    const std::string head = x.size() == 3 ? "." + to_text(x[1]) : "";
-    texts.push_back(to_text(x[0]) + head + "x" + to_text(x.back()));
-  }
-  return texts.empty() ? kNone : c10::Join("+", texts);
-}
 
 template <typename Number>
 bool parse_value(std::string_view text, Number& value) {
@@ -108,28 +99,9 @@ bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   }
   return true;
 }
-bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& wide) {
-  wide.clear();
-  if (is_none(text)) return true;
-  for (const std::string_view part : split(text, '+')) {
-    const size_t times = part.find('x');
-    if (times == std::string_view::npos) return false;
-    auto& found = wide.emplace_back();
-    for (const std::string_view number : split(part.substr(0, times), '.')) {
-      if (!parse_value(number, found.emplace_back())) return false;
-    }
-    if (found.size() > 2 || !parse_value(part.substr(times + 1), found.emplace_back())) {
-      return false;
-    }
-  }
-  return true;
-}
 
 const char* form_of(const int64_t&) { return "an int"; }
 const char* form_of(const double&) { return "a number"; }
-const char* form_of(const std::vector<std::vector<int64_t>>&) {
-  return "layers or layer.KV head with a factor, like 7x4+18.2x2, or none";
-}
 const char* form_of(const bool&) { return "true or false"; }
 const char* form_of(const std::string&) { return "a text"; }
 const char* form_of(const std::optional<int64_t>&) { return "an int, auto or none"; }
@@ -159,8 +131,7 @@ void set_fields(PrefillConfig& config, std::string_view text) {
     const size_t equals = part.find('=');
     TORCH_CHECK_VALUE(
         equals != std::string_view::npos,
-        "settings must be a preset and fields like \"recommended,local_window=256,wide=7x4"
-        "\", got \"",
+        "settings must be a preset and fields like \"recommended,local_window=256\", got \"",
         one_line(part), "\" where a field is expected");
     const std::string_view name = part.substr(0, equals);
     set_field(config, name, part.substr(equals + 1));
@@ -201,20 +172,6 @@ void check_range(const char* name, const std::vector<int64_t>& values, const Bou
 void check_range(const char* name, double value, const Bounds& /*bounds*/) {
   TORCH_CHECK_VALUE(value >= 0.0 && std::isfinite(value), name,
                     " must be a finite number >= 0, got ", value);
-}
-void check_range(const char* name, const std::vector<std::vector<int64_t>>& wide,
-                 const Bounds& bounds) {
-  std::set<std::vector<int64_t>> named;
-  for (const auto& x : wide) {
-    TORCH_CHECK_VALUE(x.size() == 2 || x.size() == 3, name,
-                      " must have a layer and a factor, or a layer, a KV head and a factor, got ",
-                      x);
-    const std::vector<int64_t> place(x.begin(), x.end() - 1);
-    for (const int64_t number : place) check_range(name, number, bounds);
-    check_range(name, x.back(), {1, kLargestBudget});
-    TORCH_CHECK_VALUE(named.insert(place).second, name, " must name a layer or head once, got ",
-                      to_text(std::vector<std::vector<int64_t>>{x}), " after another factor");
-  }
 }
 
 }  // namespace
@@ -268,12 +225,9 @@ void PrefillConfig::check() const {
   for_each_field([&](const auto& field) {
     check_range(field.name, this->*field.member, {field.least, field.most});
   });
-  const int64_t by_error = widens() ? max_widen : 1;
   for (const int64_t budget : {local_window, heavy_budget}) {
-    const int64_t factor = by_error * widest();
-    check_at_most("a factor of local_window or heavy_budget", factor, kLargestBudget);
-    check_at_most("local_window and heavy_budget, multiplied by their factors,", budget * factor,
-                  kLargestBudget);
+    check_at_most("local_window and heavy_budget, multiplied by max_widen,",
+                  budget * (widens() ? max_widen : 1), kLargestBudget);
   }
   TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
                     "gqa_reduce must be \"sum\" or \"max\", got \"", one_line(gqa_reduce), '"');
@@ -303,34 +257,12 @@ void PrefillConfig::validate() const {
 
 PrefillConfig PrefillConfig::of_layer(int64_t layer) const {
   PrefillConfig config = *this;
-  std::erase_if(config.wide, [&](const auto& x) { return x[0] != layer; });
-  if (config.wide.size() == 1 && config.wide[0].size() == 2) {
-    config.local_window *= config.wide[0][1];
-    config.heavy_budget *= config.wide[0][1];
-    config.wide.clear();
-  }
   if (layer == 0) config.error_rows = 0;
   return config;
 }
 
-int64_t PrefillConfig::factor_of_head(int64_t head, std::optional<int64_t> layer) const {
-  int64_t of_layer = 1, of_head = 0;
-  for (const auto& x : wide) {
-    if (layer && x[0] != *layer) continue;
-    if (x.size() == 2) of_layer = std::max(of_layer, x[1]);
-    if (x.size() == 3 && x[1] == head) of_head = std::max(of_head, x[2]);
-  }
-  return of_head ? of_head : of_layer;
-}
-
-int64_t PrefillConfig::widest() const {
-  int64_t factor = 1;
-  for (const auto& x : wide) factor = std::max(factor, x.back());
-  return factor;
-}
-
 int64_t PrefillConfig::memory_size() const {
-  return sink_tokens + widest() * (widens() ? max_widen : 1) * (local_window + heavy_budget);
+  return sink_tokens + (widens() ? max_widen : 1) * (local_window + heavy_budget);
 }
 
 PrefillConfig PrefillConfig::resolved(int64_t shortest, int64_t prompt_tokens) const {

@@ -43,7 +43,6 @@ inline constexpr auto kConfigFields = std::make_tuple(
     ConfigField{"sink_tokens", &PrefillConfig::sink_tokens, 0, kLargestBudget},
     ConfigField{"dense_tail", &PrefillConfig::dense_tail},
     ConfigField{"dense_layers", &PrefillConfig::dense_layers},
-    ConfigField{"wide", &PrefillConfig::wide},
     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
     ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},

@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
-#include <map>
 #include <vector>
 
 #include "common/config_fields.h"
@@ -27,7 +26,7 @@ constexpr double kRecalledShare = 0.2;
 // Products of the sparse attention of one head, chunk by chunk.
 class SparseProducts {
  public:
-  SparseProducts(const PrefillConfig& config, int64_t factor) : config_(config), factor_(factor) {}
+  explicit SparseProducts(const PrefillConfig& config) : config_(config) {}
 
   // With `rows` rows of the next chunk.
   double with(int64_t rows) const {
@@ -41,7 +40,7 @@ class SparseProducts {
         wide ? std::min(kMeanWidening, static_cast<double>(config_.max_widen)) : 1.0;
     const double memory =
         static_cast<double>(config_.sink_tokens) +
-        widening * static_cast<double>(factor_ * (config_.local_window + config_.heavy_budget));
+        widening * static_cast<double>(config_.local_window + config_.heavy_budget);
     const double recalled =
         kRecalledShare * static_cast<double>(config_.recall_block() * config_.recall * kRecallSpan);
     all += count * (std::min(begin, memory) + std::min(begin, recalled));
@@ -55,21 +54,9 @@ class SparseProducts {
 
  private:
   const PrefillConfig& config_;
-  int64_t factor_;
   int64_t begin_ = 0;
   double before_ = 0;
 };
-
-// How many heads of all layers that are not dense have each factor.
-std::map<int64_t, int64_t> heads_by_factor(const PrefillConfig& config, int64_t layers,
-                                           int64_t kv_heads) {
-  std::map<int64_t, int64_t> heads;
-  for (int64_t layer = 0; layer < layers; ++layer) {
-    if (config.is_dense_layer(layer)) continue;
-    for (int64_t head = 0; head < kv_heads; ++head) ++heads[config.factor_of_head(head, layer)];
-  }
-  return heads;
-}
 
 std::string device_name(const at::Device& device) {
   if (device.is_cpu()) return cpu_isa();
@@ -95,32 +82,18 @@ DeviceCost device_cost(const at::Device& device, at::ScalarType dtype) {
   return cost;
 }
 
-int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_product, int64_t layers,
-                               int64_t kv_heads) {
-  struct Heads {
-    SparseProducts products;
-    int64_t count;
-  };
-  std::vector<Heads> sparse;
-  int64_t count = 0;
-  for (const auto& [factor, heads] : heads_by_factor(config, layers, kv_heads)) {
-    sparse.push_back({SparseProducts(config, factor), heads});
-    count += heads;
-  }
+int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_product) {
+  SparseProducts products(config);
   const int64_t size = config.chunk_size, step = std::max<int64_t>(size / kLengthsOfChunk, 1);
   int64_t shortest = size;
   for (int64_t chunk = 0; chunk < kMostChunks; ++chunk) {
     for (int64_t rows = step; rows <= size; rows += step) {
       const int64_t tokens = chunk * size + rows;
       const double dense = static_cast<double>(tokens) * static_cast<double>(tokens + 1) / 2;
-      double products = 0;
-      for (const Heads& x : sparse) {
-        products += static_cast<double>(x.count) * x.products.with(rows);
-      }
-      const double gain = static_cast<double>(count) * dense / (sparse_product * products);
-      if (count > 0 && gain < kLeastGain) shortest = tokens + step;
+      const double gain = dense / (sparse_product * products.with(rows));
+      if (gain < kLeastGain) shortest = tokens + step;
     }
-    for (Heads& x : sparse) x.products.end_chunk();
+    products.end_chunk();
   }
   return shortest > kMostChunks * size ? kLargestSetting : shortest;
 }

@@ -30,7 +30,7 @@ std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::T
   std::vector<int32_t> factors(sizes[0] * sizes[1]);
   for (int64_t unit = 0; unit < std::ssize(factors); ++unit) {
     const int64_t widened = known ? rule.factor(known + unit * kErrorFields) : 1;
-    factors[unit] = static_cast<int32_t>(settings.factor_of_head(unit % sizes[1]) * widened);
+    factors[unit] = static_cast<int32_t>(widened);
   }
   return factors;
 }

@@ -23,8 +23,7 @@ WideningRule widening_of(const PrefillConfig& settings);
 std::vector<int64_t> measured_rows(const PrefillConfig& settings, int64_t begin, int64_t count);
 
 // Returns the factors of L and H of all heads of a layer whose tensors have the sizes [B, Hkv,
-// ...]: the settings' factors, times the widening of errors, fp32 [B, Hkv, kErrorFields] or
-// undefined.
+// ...]: what errors, fp32 [B, Hkv, kErrorFields] or undefined, widened them by.
 std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::Tensor& errors,
                                       at::IntArrayRef sizes);
 

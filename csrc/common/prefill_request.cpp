@@ -94,13 +94,6 @@ void check_recall_lists(const PrefillRequest& request) {
   }
 }
 
-void check_wide_heads(const PrefillRequest& request) {
-  for (const auto& x : request.settings.wide) {
-    TORCH_CHECK_VALUE(x.size() == 2 || x[1] < request.key.size(1), "wide must name KV heads below ",
-                      request.key.size(1), ", got ", x[1]);
-  }
-}
-
 void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& x) {
   check_dims(name, buffer, 4);
   check_same_kind(name, buffer, x, "q");
@@ -247,7 +240,6 @@ void PrefillRequest::check() const {
                     "last_chunk_begin must be in [0, ", past(),
                     "], the tokens before this call, got ", last_chunk_begin);
   if (start.defined()) check_memory_sets("memory", start, key, past());
-  check_wide_heads(*this);
   check_recall_lists(*this);
 }
 

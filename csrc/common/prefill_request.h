@@ -49,8 +49,6 @@ struct PrefillRequest : AttentionArguments {
   MemoryBudget budget() const { return budget_of(settings); }
   // No memory set has more members.
   int64_t most_members() const { return std::min(settings.memory_size(), total()); }
-  // Whether heads differ in the factor of their L and H.
-  bool has_factors() const { return settings.widens() || !settings.wide.empty(); }
   // The rows of all chunks in which errors are measured.
   MeasuredRows measured_rows() const {
     return {.length = length(),

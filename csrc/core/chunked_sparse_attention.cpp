@@ -26,8 +26,7 @@ void check_query(const at::Tensor& query, const at::Tensor& key) {
 
 void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config, int64_t layer) {
   const PrefillConfig here = config.of_layer(layer);
-  const int64_t factor = here.factor_of_head(/*one that is not named*/ -1);
-  const int64_t window = factor * here.local_window, heavy = factor * here.heavy_budget;
+  const int64_t window = here.local_window, heavy = here.heavy_budget;
   TORCH_CHECK_VALUE(tracker.local_window(layer) == window && tracker.heavy_budget(layer) == heavy &&
                         tracker.memory_size(layer) == here.memory_size() &&
                         tracker.sink_tokens() == here.sink_tokens,

@@ -26,7 +26,6 @@ namespace {
 // that have scores follow.
 constexpr int64_t kTrackerHeaderFields = 1;
 
-constexpr int64_t kNoHead = -1;  // which settings cannot name
 constexpr int64_t kTrackerLayerFields = 5;
 
 void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores) {
@@ -52,9 +51,8 @@ MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& conf
   config.check();
   for (int64_t i = 0; i < num_layers; ++i) {
     const PrefillConfig layer = config.of_layer(i);
-    const int64_t factor = layer.factor_of_head(kNoHead);
-    layers_.push_back({.local_window = factor * layer.local_window,
-                       .heavy_budget = factor * layer.heavy_budget,
+    layers_.push_back({.local_window = layer.local_window,
+                       .heavy_budget = layer.heavy_budget,
                        .memory_size = layer.memory_size()});
   }
 }

@@ -48,10 +48,8 @@ PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillCo
     : given_(std::move(config)), attention_(given_) {
   check_at_least("num_layers", num_layers, 1);
   check_at_least("max_tokens", max_tokens, 1);
-  std::vector<int64_t> layers = this->config().dense_layers;
-  for (const auto& x : this->config().wide) layers.push_back(x[0]);
-  for (const int64_t layer : layers) {
-    TORCH_CHECK_VALUE(layer < num_layers, "dense_layers and wide must name layers < ", num_layers,
+  for (const int64_t layer : this->config().dense_layers) {
+    TORCH_CHECK_VALUE(layer < num_layers, "dense_layers must name layers < ", num_layers,
                       ", the layers of the context, got ", layer);
   }
   cache_ = c10::make_intrusive<ChunkedKVCache>(num_layers, std::min(kInitialCapacity, max_tokens),
@@ -142,8 +140,7 @@ void PrefillContext::set_token_text(const at::Tensor& token_text) {
 void PrefillContext::resolve(const at::Tensor& key) {
   if (!given_.is_auto() || config().min_prefill == given_.chunk_size) return;
   if (!shortest_) {
-    shortest_ =
-        shortest_sparse_prompt(given_, device_cost(key).sparse_product, num_layers(), key.size(1));
+    shortest_ = shortest_sparse_prompt(given_, device_cost(key).sparse_product);
   }
   // The session of a package may be open still.
   const bool is_sparse = tracker_->has_scores(num_layers() - 1);

@@ -147,8 +147,7 @@ int64_t PackageSession::shortest_sparse_prompt() const {
   const PackageInfo& info = package_->info();
   const at::Tensor& key = state_[kFirstLayer];
   if (!info.settings.is_auto() || info.settings.chunk_size == 1) return 0;
-  return h2o_prefill::shortest_sparse_prompt(info.settings, device_cost(key).sparse_product,
-                                             info.layers, key.size(1));
+  return h2o_prefill::shortest_sparse_prompt(info.settings, device_cost(key).sparse_product);
 }
 
 at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* done) {

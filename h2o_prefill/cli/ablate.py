@@ -90,7 +90,7 @@ def ablate(
         texts = [generation.load_text(name.strip()) for name in names]
         texts += [generation.load_text(text_file=file) for file in text_file or ()]
         network, tokenizer = model.load()
-        base = [one.find(network) for one in settings]
+        base = [one.find() for one in settings]
         with cluster.connect(model) as workers, console.show_progress("ablation") as show:
             frame = run_ablation(
                 network,
@@ -107,7 +107,7 @@ def ablate(
                 on_progress=show,
             )
         title = f"{model}, windows {windows}, {len(frame)} cells\n"
-        title += "; ".join(options.describe(network, config, **given) for config in base)
+        title += "; ".join(options.describe(config, **given) for config in base)
         title += f", select={select}" if select else ""
         console.stderr.print(f"wrote {csv_file}")
         if plot:

@@ -9,7 +9,6 @@ import typer
 from h2o_prefill import __version__
 from h2o_prefill.cli.ablate import ablate
 from h2o_prefill.cli.bench import bench
-from h2o_prefill.cli.calibrate import calibrate
 from h2o_prefill.cli.compare import compare
 from h2o_prefill.cli.errors import OneLineErrors
 from h2o_prefill.cli.export import export
@@ -55,6 +54,6 @@ def _options(
     pass
 
 
-_MEASURING = (compare, ppl, ablate, calibrate, bench, retrieve, visualize)
+_MEASURING = (compare, ppl, ablate, bench, retrieve, visualize)
 for _command in (*_MEASURING, generate, export, info):
     app.command()(_command)

@@ -41,13 +41,13 @@ def bench(
     outputs.check_output_folder(output, figures)
     chosen = options.parse_numbers(lengths, "lengths", least=1)
     network, _ = model.load()
-    config = settings.find(network)
+    config = settings.find()
     with console.show_progress("prefill") as show:
         frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
         if output is not None:
             frames.append(profile_memory(network, chosen, config, on_progress=show))
-    what, described = f"{model}, prefill", options.describe(network, config)
-    name = options.settings_name(network, config)
+    what, described = f"{model}, prefill", options.describe(config)
+    name = config.to_string()
     origin = {"model": model.model, "dtype": model.dtype, "preset": name}
     rows = (frame.to_dict(orient="records") for frame in frames)
     parts = dict(zip(("results", "memory"), rows, strict=False))

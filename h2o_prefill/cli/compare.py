@@ -52,7 +52,7 @@ def compare(
     else:
         corpus = file_corpus(prompt_file.name, prompt_file, "--prompt-file")
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     if prompt_file is None:
         tokens = encode(tokenizer, corpus.text)
         context = context or _default_context(network, tokens, repeats)

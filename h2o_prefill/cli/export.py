@@ -37,7 +37,7 @@ def export(
     outputs.check_output_file(output, "--output", (".pt2",))
     settings.check()
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     with Console(stderr=True).status("compiling, which takes minutes"):
         written = write_package(network, tokenizer, config, capacity, output, weights or "")
     for path in written:

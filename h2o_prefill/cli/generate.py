@@ -145,7 +145,7 @@ def generate(
     with contextlib.ExitStack() as stack:
         if one.package is None:
             network, tokenizer = model.load()
-            config = settings.find(network)
+            config = settings.find()
             handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
         else:
             model.use_threads()

@@ -24,9 +24,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation_table import LETTERS
 from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
 from h2o_prefill.generation.cluster import connect
-from h2o_prefill.generation.runs import settings_for
-from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, is_of_profile
-from h2o_prefill.profile import settings_name
+from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
 from h2o_prefill.selection import RULES
 
 SIZES = "Sparse prefill"
@@ -165,15 +163,14 @@ class TextOptions:
 
 def preset_option(
     use: str = "Settings of sparse prefill",
-    default: str | bool = f"the model's profile, or else {DEFAULT_PRESET}",
+    default: str | bool = DEFAULT_PRESET,
 ) -> Any:
     """Return the option of a settings text; `use` says what for."""
     return typer.Option(
         "--preset",
         metavar="PRESET[,NAME=VALUE...]",
-        help=f"{use}: {PROFILE} (the model's, found by calibrate) or a preset "
-        f"({', '.join(PRESETS)}), optionally followed by changes of single fields, as in "
-        "h2o,recall=4,dense_tail=64.",
+        help=f"{use}: a preset ({', '.join(PRESETS)}), optionally followed by changes of single "
+        "fields, as in h2o,recall=4,dense_tail=64.",
         show_default=default,
         rich_help_panel=SIZES,
     )
@@ -201,15 +198,14 @@ class SettingsOptions:
 
     def check(self) -> None:
         """Raise the errors of settings that do not depend on the model, before it is loaded."""
-        if self.preset is not None and not is_of_profile(self.preset):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.find(None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.find()
 
-    def find(self, network: Any) -> PrefillConfig:
-        """Return the settings; without a preset, the model's profile or else "recommended"."""
+    def find(self) -> PrefillConfig:
+        """Return the settings; without a preset, "recommended"."""
         try:
-            config = settings_for(network, self.preset)
+            config = chosen_config(self.preset)
         except ValueError as error:
             of = f"settings {self.preset!r}: " if self.preset else ""
             raise ValueError(f"{of}{error}") from None
@@ -225,12 +221,12 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
     return settings
 
 
-def describe(network: Any, config: PrefillConfig, select: str | None = None, **grid: str) -> str:
+def describe(config: PrefillConfig, select: str | None = None, **grid: str) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles.
 
     `grid` has the values, with commas between, of fields that do not keep those of `config`.
     """
-    preset, *changes = settings_name(network, config).split(",")
+    preset, *changes = config.to_string().split(",")
     sizes = [f"{letter}={grid.get(x, getattr(config, x))}" for x, letter in LETTERS.items()]
     others = [x for x in changes if x.partition("=")[0] not in {*LETTERS, *grid}]
     others += [f"{name}={values}" for name, values in grid.items() if name not in LETTERS]

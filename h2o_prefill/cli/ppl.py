@@ -29,7 +29,7 @@ def ppl(
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     with console.show_progress("perplexity") as show:
         result = evaluate_perplexity(
             network,
@@ -42,8 +42,8 @@ def ppl(
             on_progress=show,
         )
     title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
-    title += options.describe(network, config, select)
-    origin = model.origin(corpus, preset=options.settings_name(network, config))
+    title += options.describe(config, select)
+    origin = model.origin(corpus, preset=config.to_string())
     report.write(lambda: perplexity_report(result, **origin))
     report.draw(plot_perplexity, result, title)
     report.show(title, tables.perplexity_table(result))

@@ -81,12 +81,12 @@ def retrieve(
     kept = None if keep is None else KeptOutcomes(keep)
     corpus = text.load()
     network, tokenizer = model.load()
-    configs = [one.find(network) for one in settings]
+    configs = [one.find() for one in settings]
     with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
         result = evaluate_retrieval(
             network,
             corpus,
-            {options.settings_name(network, config): config for config in configs},
+            {config.to_string(): config for config in configs},
             tokenizer=tokenizer,
             seed=seed,
             select=rule,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from h2o_prefill.eval.attention import AttentionMeasures
-    from h2o_prefill.eval.attention_flops import AttentionFlops
-    from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.perplexity import PerplexityResult
     from h2o_prefill.eval.retrieval import RetrievalResult
 
@@ -101,26 +99,6 @@ def ablation_table(frame: pd.DataFrame) -> Table:
             *(f"{row.kl_mean:.4f}", f"1/{row.attention_flops_ratio:.2f}"),
             *(f"{row.dense_seconds:.3g}", f"{row.sparse_seconds:.3g}"),
         )
-    return table
-
-
-def calibration_table(result: HeadCalibration) -> Table:
-    """Return the error of all heads, and of each that is found, and how larger sets change it."""
-    table = new_table("heads", "error\nx 10⁶", "change", "attention\nflops", folding=("heads",))
-
-    def add(
-        name: str, error: float, before: float, flops: AttentionFlops | None = None, **row: Any
-    ) -> None:
-        change = format_change(100 * (error / before - 1)) if before else ""
-        share = "" if flops is None else f"{100 / flops.ratio:.1f} %"
-        table.add_row(name, f"{1e6 * error:.1f}", change, share, **row)
-
-    before, after = result.error_before, result.error_after
-    add("all", before, 0, result.flops_before)
-    for layer, head, factor in result.chosen:
-        old, new = (result.error(layer, head, size) for size in (1, factor))
-        add(f"  {layer}.{head}x{factor}", new, old)
-    add(f"all, {len(result.chosen)} wider", after, before, result.flops_after, style="bold")
     return table
 
 

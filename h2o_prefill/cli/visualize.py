@@ -42,11 +42,11 @@ def visualize(
     outputs.check_output_folder(output, files)
     corpus = text.load()
     network, tokenizer = model.load()
-    config = settings.find(network)
+    config = settings.find()
     tokens = encode(tokenizer, corpus.text)
     _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
     title = f"{model}, {corpus.name} window {window} of {context} tokens, "
-    title += options.describe(network, config, select)
+    title += options.describe(config, select)
     with console.show_progress("prefill") as show:
         measures = visualize_attention_patterns(
             network,
@@ -59,7 +59,7 @@ def visualize(
             on_progress=show,
         )
     values = measures.to_dict()
-    name = options.settings_name(network, config)
+    name = config.to_string()
     given = {"window": window, "context": context, "preset": name, "select": select}
     origin = model.origin(corpus, **given) | values.pop("config")
     report.write(lambda: build_report(origin, **values))

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from h2o_prefill.eval.ablation import run_ablation
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
-from h2o_prefill.eval.calibration import HeadCalibration, calibrate_heads
 from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
 from h2o_prefill.eval.perplexity import PerplexityResult, check_settings, evaluate_perplexity
 from h2o_prefill.eval.retrieval import evaluate_retrieval

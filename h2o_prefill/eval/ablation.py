@@ -36,10 +36,9 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     prefill_mode,
     report_progress,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
-from h2o_prefill.profile import settings_name
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ def run_ablation(
     rows = table.read_rows(path)
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    chosen = [sparse_settings_for(network, one) for one in bases]
+    chosen = [sparse_at_any_length(one) for one in bases]
     grid = build_grid(axes, contexts, chosen)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
@@ -221,9 +220,8 @@ def run_ablation(
             failed[why] = error
             warn(f"a cell failed, {why}")
         else:
-            # Workers may have no profile, or another one.
             named = config, config.replace(min_prefill=config.min_prefill or AUTO)
-            measured["preset"] = min((settings_name(network, x) for x in named), key=len)
+            measured["preset"] = min((x.to_string() for x in named), key=len)
             rows[key] = {"cell": key, **measured}
             table.add_row(rows[key], path)
     report_progress(on_progress, total, total, "done")

@@ -46,7 +46,7 @@ COLUMNS: dict[str, str] = {
     "text_source": _TEXT,  # where the text came from
     "context": _WHOLE,  # tokens of a window
     "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
-    # A settings text: a preset, or "profile" with its name, and what differs from it.
+    # A settings text: a preset and what differs from it.
     "preset": _TEXT,
     **_SETTINGS,
     "select": _TEXT,  # the name of the selection rule, empty if there is none

@@ -25,8 +25,9 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import Progress, check_model, report_progress, settings_for
-from h2o_prefill.profile import count_heads
+from h2o_prefill.generation.runs import Progress, check_model, report_progress
+from h2o_prefill.hf.kinds import count_heads
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
@@ -154,7 +155,7 @@ def measure_attention(
     ValueError
         Also if no layer is sparse.
     """
-    config = settings_for(model, chunk_config)
+    config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     if length < 2:

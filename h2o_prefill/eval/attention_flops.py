@@ -37,11 +37,10 @@ def count_attention_flops(
 ) -> AttentionFlops:
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
-    Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
-    heads with their own memory sets. Lexical recall is run on every prompt. `errors` has
-    `PrefillState.errors` of each layer after each prompt: without them memory sets count as they
-    are before errors widen them. `selected` are the query-key products with the memory sets of all
-    prompts and layers, where a selection rule has chosen them.
+    Dense layers and prompts that are too short for a sparse call count as dense. Lexical recall is
+    run on every prompt. `errors` has `PrefillState.errors` of each layer after each prompt: without
+    them memory sets count as they are before errors widen them. `selected` are the query-key
+    products with the memory sets of all prompts and layers, where a selection rule has chosen them.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
@@ -96,9 +95,7 @@ def sparse_dot_products(
     that measure errors see all keys before them. Recalled keys are added, and all keys of the rows
     of a dense tail, whose sparse attention is computed too, because it updates the scores.
     """
-    of_heads = [config.factor_of_head(head) for head in range(kv_heads)]
-    factors = torch.tensor(of_heads, dtype=torch.float64)
-    factors = factors if widening is None else factors * widening
+    factors = torch.ones(kv_heads, dtype=torch.float64) if widening is None else widening
     budget = config.local_window + config.heavy_budget
     sizes = [config.sink_tokens + round(budget * factor) for factor in factors.tolist()]
     memory = [memory_dot_products(num_tokens, config.chunk_size, size) for size in sizes]

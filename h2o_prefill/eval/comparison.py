@@ -26,10 +26,9 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     generate_greedily,
     prefill_mode,
-    settings_for,
 )
 from h2o_prefill.generation.text import encode
-from h2o_prefill.profile import settings_name
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import check_tokenizer
 
 # What a tokenizer returns for a text.
@@ -181,17 +180,17 @@ def _modes(
 ) -> dict[str, _Mode]:
     """Return the settings to compare by name, and what switches the model over to them."""
     as_enabled = handle is not None and config is None
-    chosen = handle.config if as_enabled else settings_for(model, config)
+    chosen = handle.config if as_enabled else chosen_config(config)
     check_chunks(chosen, tokens, "the prompt")
 
     switched = partial(prefill_mode, model, tokenizer=tokenizer)
-    exact = settings_for(model, "exact")
+    exact = chosen_config("exact")
     modes: dict[str, _Mode] = {
         f"{model.config._attn_implementation}, model's own": (None, partial(switched, None)),
         "exact, lossless": (exact, partial(switched, exact)),
     }
     if not chosen.exact:
-        name = settings_name(model, chosen)
+        name = chosen.to_string()
         if as_enabled and handle.state.select is not None:
             name += f", select={handle.state.select.name}"
         modes[name] = chosen, partial(_on, handle) if as_enabled else partial(switched, chosen)

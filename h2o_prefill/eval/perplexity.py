@@ -29,10 +29,10 @@ from h2o_prefill.generation.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus
-from h2o_prefill.profile import count_heads
+from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -136,7 +136,7 @@ def evaluate_perplexity(
         With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
     """
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
-    config = sparse_settings_for(network, chunk_config)
+    config = sparse_at_any_length(chunk_config)
     check_settings(config, context, windows)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows)
     step = count_steps(on_progress, 2 * len(batches))

@@ -22,7 +22,6 @@ from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, presets, short_value, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
-from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.report import output_folder
 from h2o_prefill.eval.retrieval import RetrievalResult
@@ -272,22 +271,6 @@ def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figu
     dense, *sparse = (100 * frame[run].mean() for run in runs)
     shares = " to ".join(f"{share:.0f} %" for share in sorted({min(sparse), max(sparse)}))
     finding = f"Mean score: {dense:.0f} % after dense prefill, {shares} after sparse prefill"
-    return save_figure(figure, path, finding, title)
-
-
-def plot_calibration(result: HeadCalibration, path: File, title: str) -> Figure:
-    """Draw the error of every layer and KV head, and the factors chosen."""
-    alone = {layer: [head[0] for head in heads] for layer, heads in result.errors.items()}
-    error = 1e6 * pd.DataFrame.from_dict(alone, orient="index")
-    factor = pd.DataFrame.from_dict(result.factors, orient="index").astype(float)
-    figure = _head_maps(
-        (error, "error (millionths of the residual)", {"vmin": 0}),
-        (factor, "factor of L and H (times)", {"vmin": 1, "vmax": FACTORS[-1]}),
-        head="KV head",
-    )
-    finding = f"{len(result.chosen)} of {factor.count().sum()} KV heads get larger sets"
-    if result.error_before:
-        finding += f": error {100 * (result.error_after / result.error_before - 1):+.0f} %"
     return save_figure(figure, path, finding, title)
 
 

@@ -43,12 +43,10 @@ from h2o_prefill.generation.runs import (
     eval_mode,
     generate_greedily,
     prefill_mode,
-    settings_for,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
-from h2o_prefill.presets import PRESETS
-from h2o_prefill.profile import settings_name
+from h2o_prefill.presets import PRESETS, chosen_config
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
@@ -172,15 +170,15 @@ def evaluate_retrieval(
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
     if variants is None:
-        config = settings_for(network, None)
-        variants = {settings_name(network, config): config}
+        config = chosen_config(None)
+        variants = {config.to_string(): config}
     if DENSE in variants:
         raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
     for name, config in variants.items():
         check_chunks(config, min(lengths), f"lengths for variant {name!r}")
     # The baseline is lossless, and faster than the model's own attention.
     runs = {DENSE: PRESETS["exact"]}
-    runs |= {name: sparse_settings_for(network, config) for name, config in variants.items()}
+    runs |= {name: sparse_at_any_length(config) for name, config in variants.items()}
     setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
     rule = None if select is None else Selector(select).name
     # Lengths that are too short for a task or too long for the text fail before the model runs.

@@ -22,9 +22,9 @@ from h2o_prefill.generation.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
-    sparse_settings_for,
+    sparse_at_any_length,
 )
-from h2o_prefill.profile import count_heads
+from h2o_prefill.hf.kinds import count_heads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +65,7 @@ def benchmark_throughput(
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
         off); `num_runs`.
     """
-    config = sparse_settings_for(model, chunk_config)
+    config = sparse_at_any_length(chunk_config)
     check_counts("num_runs", num_runs)
     lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
@@ -152,7 +152,7 @@ def profile_memory(
     A run is one call over one prompt of random tokens that computes the logits of the last token
     only, and keeps its KV cache. Counted are tensors, on every device.
     """
-    config = sparse_settings_for(model, chunk_config)
+    config = sparse_at_any_length(chunk_config)
     lengths = _check_lengths(model, seq_lengths)
     import pandas as pd
 

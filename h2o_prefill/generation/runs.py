@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.profile import settings_of
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import check_ids
 
 # Called with (steps done, steps in all, what runs next).
@@ -48,17 +48,12 @@ def prefill_mode(
     return enable(model, config, tokenizer=tokenizer, **options)
 
 
-def settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
-    """Return settings as `enable` takes them for a model: of its profile, where none are given."""
-    return settings_of(model, config)[0]
-
-
-def sparse_settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
-    """Return settings as `settings_for`, by which short prompts are sparse too.
+def sparse_at_any_length(config: PrefillConfig | str | None) -> PrefillConfig:
+    """Return settings as `enable` takes them, by which short prompts are sparse too.
 
     Evaluations ask what sparse attention loses, and how fast it is, at any length.
     """
-    config = settings_for(model, config)
+    config = chosen_config(config)
     return config.replace(min_prefill=None) if config.is_auto else config
 
 

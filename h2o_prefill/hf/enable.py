@@ -32,18 +32,18 @@ from h2o_prefill.hf.forward import (
     context_of,
     leave_context,
 )
-from h2o_prefill.hf.kinds import NAME, enabled_of, is_unpadded
+from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, is_unpadded
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (
     StageCache,
+    check_heads_here,
     layers_here,
     new_cache,
-    with_heads_here,
 )
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
-from h2o_prefill.profile import heads_by_layer, settings_of
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
@@ -96,7 +96,6 @@ class PrefillHandle:
             before.reported,
             causal_by_mask(self.model, configs, before.config),
             token_text=before.token_text,
-            profile=before.profile,
             select=None if before.select is None else Selector(before.select.rule),
         )
 
@@ -187,11 +186,8 @@ def enable(
         A causal decoder. It is enabled when this function returns; a `with` block disables it at
         its end.
     config : PrefillConfig or str, optional
-        Settings, or the name of a preset; "h2o" is the algorithm as specified, "profile" the
-        profile of the model, which `h2o-prefill calibrate --save` writes. Default: the profile if
-        there is one, or else "recommended". A profile is `h2o_prefill.json` in the folder that the
-        model was loaded from, or a file for its architecture in the user's cache or in this
-        package; a line on stderr says that it was taken, and `config` of the handle is its text.
+        Settings, or the name of a preset; "h2o" is the algorithm as specified. Default:
+        "recommended".
     tokenizer : optional
         The model's tokenizer: with `recall_characters`, lexical recall compares the text of the
         tokens too.
@@ -214,8 +210,7 @@ def enable(
     Raises
     ------
     ValueError
-        If an argument is wrong, the model does not use transformers' attention interface, or its
-        profile cannot be read or is of another architecture.
+        If an argument is wrong, or the model does not use transformers' attention interface.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
@@ -228,18 +223,17 @@ def enable(
     """
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
-    chosen, profile = settings_of(model, config, overrides)
+    chosen = chosen_config(config, overrides)
     if heads := heads_by_layer(model):
-        chosen.check_fits(len(heads), max(heads))
+        chosen.check_fits(len(heads))
     layers_here(model)
-    chosen = with_heads_here(model, chosen)
+    check_heads_here(model)
     if select is not None and chosen.exact:
         raise ValueError("select must not be given with exact=True")
     state = EnabledState(
         chosen,
         strict,
         token_text=text_for(tokenizer, chosen),
-        profile=profile,
         select=None if select is None else Selector(select),
     )
     return PrefillHandle(model, state).enable()

@@ -35,7 +35,6 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.profile import count_heads
 from h2o_prefill.selection import Selector
 from h2o_prefill.state import PrefillState
 
@@ -98,7 +97,6 @@ class EnabledState:
     errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
-    profile: str = ""  # the file that the settings are from, if they are from one
     select: Selector | None = None  # what chooses memory sets, if the settings do not
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
@@ -119,7 +117,7 @@ class EnabledState:
 
     def shortest_sparse_prompt(self, model: Any) -> int:
         """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        return self.config.shortest_sparse_prompt(self.like(model), *count_heads(model))
+        return self.config.shortest_sparse_prompt(self.like(model))
 
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""

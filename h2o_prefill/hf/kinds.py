@@ -28,6 +28,27 @@ switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 
 
+def heads_by_layer(model: Any) -> list[int]:
+    """Return the KV heads of each decoder layer, as a model's config has them; none if unknown."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    names = "num_hidden_layers", "num_key_value_heads", "num_attention_heads"
+    layers, heads, query_heads = (getattr(config, name, None) for name in names)
+    if not layers:
+        return []
+    heads = heads or query_heads or 1
+    if isinstance(heads, int):
+        return [heads] * (layers if isinstance(layers, int) else max(layers))
+    return [number or 0 for number in heads]  # a layer without attention has none
+
+
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
+    heads = heads_by_layer(model) or [1]
+    return len(heads), max(heads)
+
+
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
     """Return whether a layer attends to the keys of something else, such as an image."""
     parts = [type(module).__name__, *path.split(".")]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill._library import build_info
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, take_over
 from h2o_prefill.session_file import checksum
 
@@ -130,26 +129,14 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
     return cache if own is None else StageCache.of(cache, own)
 
 
-def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
-    """Return settings that number the KV heads of `wide` from the first that this process has.
-
-    Raises ValueError if tensor parallelism does not give every process as many.
-    """
+def check_heads_here(model: Any) -> None:
+    """Raise ValueError if tensor parallelism does not give every process as many KV heads."""
     count = getattr(model, "_tp_size", None) or 1
     if count == 1 or not _spreads_keys(model):
-        return config
+        return
     heads = model.config.get_text_config(decoder=True).num_key_value_heads
     if heads % count:
         raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")
-    here = heads // count
-    first = model._mesh_manager.get_mesh("tp").get_local_rank() * here
-    return config.replace(
-        wide=tuple(
-            x if len(x) == 2 else (x[0], x[1] - first, x[2])
-            for x in config.wide
-            if len(x) == 2 or first <= x[1] < first + here
-        )
-    )
 
 
 def _spreads_keys(model: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from h2o_prefill.hf.parallel import (
     new_cache,
     versions,
 )
-from h2o_prefill.profile import settings_of
+from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import check_ids
 
 
@@ -98,7 +98,7 @@ def chunked_prefill(
     """
     handle = next(iter(handles_of(model)), None)
     if handle is None:
-        chosen, _ = settings_of(model, config, overrides)
+        chosen = chosen_config(config, overrides)
     elif config is tokenizer is None and not strict and not overrides:
         chosen = handle.config
     else:

@@ -58,7 +58,6 @@ class ModelReport:
 
     model: str
     settings: str  # the text of the settings, empty if the model is not enabled
-    profile: str  # the file that they are from; empty if the user gave them
     layers: tuple[LayerReport, ...] = ()
     # Of each row of the last sparse prompt, nats a token (`estimated_kl`), 0 for a row that was too
     # short to be sparse; None if nothing was
@@ -84,8 +83,7 @@ class ModelReport:
             number = f"{x.layer}" if x is last else f"{x.layer}-{last.layer}"
             rows.append((number, x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        source = f" (profile {self.profile})" if self.profile else ""
-        source += f", keys selected by {self.select}" if self.select else ""
+        source = f", keys selected by {self.select}" if self.select else ""
         lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]
         if self.crossover:
             lines.append(self.crossover)
@@ -102,7 +100,7 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     name = type(model).__name__
     if enabled is None:
         layers = (_report(x, LayerCalls(), NOT_ENABLED) for x in attention_layers(model, None))
-        return ModelReport(name, "", "", tuple(layers))
+        return ModelReport(name, "", tuple(layers))
     shortest, crossover = None, ""
     if enabled.config.is_auto:
         shortest = enabled.shortest_sparse_prompt(model)
@@ -111,7 +109,6 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     return ModelReport(
         name,
         enabled.config.to_string(),
-        enabled.profile,
         tuple(_report_of_enabled(x, enabled) for x in attention_layers(model, NAME)),
         tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None,
         "" if enabled.select is None else enabled.select.name,

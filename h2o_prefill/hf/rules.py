@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from h2o_prefill.config import LAYER_FIELDS
 from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
@@ -180,7 +179,7 @@ RULES = (
         "the attention layers do not know their index",
     ),
     _anywhere(
-        lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
+        lambda call: call.layer is None and bool(call.config.dense_layers),
         "layers share a module, and settings by layer cannot tell them apart",
     ),
     _anywhere(_is_encoder_decoder, "encoder-decoder models are not supported"),

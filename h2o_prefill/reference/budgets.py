@@ -1,8 +1,7 @@
 """Budgets by KV head, and how they grow where errors are large.
 
-Each head multiplies the L and H of the settings by a factor of its own, or of its layer. With
-`error_rows`, a few rows of each chunk also attend exactly to everything before them. The error of a
-head is
+With `error_rows`, a few rows of each chunk also attend exactly to everything before them. The error
+of a head is
 
     e = mean of |o_sparse - o_exact|^2 / |o_exact|^2
 
@@ -46,22 +45,13 @@ class HeadBudgets:
 
     def __init__(self, config: Any, batch: int, heads: int, errors: Tensor | None) -> None:
         self.config = config
-        # One entry each, but where the settings are of several layers: then the largest.
-        of_layer = max((x[1] for x in config.wide if len(x) == 2), default=1)
-        of_heads = {
-            head: [x[2] for x in config.wide if list(x[1:-1]) == [head]] for head in range(heads)
-        }
-        self.factors = [max(found, default=of_layer) for found in of_heads.values()]
         if errors is None:
             errors = torch.zeros(batch, heads, 4)
         # For each head: doublings of L and H, the sum of errors, their number, the sum of factors.
         self.errors = errors.cpu().clone()
         widest = config.max_widen if config.error_rows > 0 else 1
         self.most_doublings = widest.bit_length() - 1
-        # Of the widest head of the settings, whether it is one of these or not.
-        factor = max((x[-1] for x in config.wide), default=1)
-        room = (config.local_window + config.heavy_budget) * factor * widest
-        self.width = config.sink_tokens + room
+        self.width = config.sink_tokens + (config.local_window + config.heavy_budget) * widest
 
     def select(self, scores: Tensor, previous: Tensor, chunk_begin: int, chunk_end: int) -> Tensor:
         """Build the sets of the chunk after [chunk_begin, chunk_end), int32 [B, Hkv, width]."""
@@ -69,7 +59,7 @@ class HeadBudgets:
         sets = torch.full((batch, heads, self.width), -1, dtype=torch.int32, device=scores.device)
         config = self.config
         for b, h in itertools.product(range(batch), range(heads)):
-            factor = self.factors[h] << min(int(self.errors[b, h, 0]), self.most_doublings)
+            factor = 1 << min(int(self.errors[b, h, 0]), self.most_doublings)
             sizes = factor * config.local_window, factor * config.heavy_budget, config.sink_tokens
             one = (slice(b, b + 1), slice(h, h + 1))
             chosen = build_memory_set(previous[one], chunk_begin, chunk_end, scores[one], *sizes)

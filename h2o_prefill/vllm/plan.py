@@ -65,12 +65,12 @@ def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
     return choice
 
 
-def is_too_short(choice: Choice, length: int, like: Tensor, layers: int, kv_heads: int) -> bool:
+def is_too_short(choice: Choice, length: int, like: Tensor) -> bool:
     """Return whether dense attention is faster for a prompt, on the device of a tensor."""
     config = choice.config
     if config is None or not choice.is_sparse or not config.is_auto:
         return False
-    return length < config.shortest_sparse_prompt(like, layers, kv_heads)
+    return length < config.shortest_sparse_prompt(like)
 
 
 class Rules:

@@ -55,11 +55,6 @@ def choice_of(params: Any) -> Choice:
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 
 
-def sizes_of(model_config: Any) -> tuple[int, int]:
-    """Return the numbers of layers and KV heads of a model."""
-    return model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
-
-
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
     ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
@@ -75,7 +70,7 @@ class ChunkScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._splits_mamba = self.need_mamba_block_aligned_split
         if (default := rules().default.config) is not None:
-            default.check_fits(*sizes_of(self.vllm_config.model_config))
+            default.check_fits(self.vllm_config.model_config.get_total_num_hidden_layers())
         config, chunk = self.scheduler_config, rules().chunk_size
         most = min(
             self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
@@ -217,18 +212,17 @@ def install() -> None:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
     ) -> Any:
         # Unknown settings are refused here. Sparse requests share pages with the same settings.
-        sizes = sizes_of(self.model_config)
         try:
             choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
             if choice.config is not None:
-                choice.config.check_fits(*sizes)
+                choice.config.check_fits(self.model_config.get_total_num_hidden_layers())
         except ValueError as error:
             raise VLLMValidationError(f"h2o_prefill: {error}") from None
         request = process(self, request_id, prompt, params, *args, **more)
         if (own := request.sampling_params) is not None:
             own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
             like = torch.empty(0, dtype=self.model_config.dtype)
-            if is_too_short(choice, len(request.prompt_token_ids or ()), like, *sizes):
+            if is_too_short(choice, len(request.prompt_token_ids or ()), like):
                 choice, own.extra_args[SETTINGS] = rules().choice(EXACT), EXACT
             if choice.text:
                 request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"

@@ -84,13 +84,11 @@ def _run(venv, code, check=True):
 def test_it_holds_the_package_and_nothing_else(contents):
     names = {re.sub(r"^h2o_prefill-[^/]*\.dist-info/", "META/", name) for name in contents}
     sources = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("h2o_prefill/**/*.py")}
-    profiles = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("h2o_prefill/profiles/*")}
     headers = {file.name for file in (ROOT / "csrc/include/h2o_prefill").glob("*.h")}
     cmake = {"Config", "ConfigVersion", "Targets", "Targets-release"}
     (module,) = (name for name in names if re.fullmatch(r"h2o_prefill/_C\.[^/]*\.so", name))
     assert names == {
         *sources,
-        *profiles,
         "h2o_prefill_cli.py",
         "h2o_prefill/py.typed",
         "h2o_prefill/lib/libh2o_prefill.so",

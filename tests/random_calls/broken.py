@@ -43,11 +43,6 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
         "h2o,dense_tail=-1",
         "h2o,heavy_budget=99999999999999999999",
         "h2o,gqa_reduce=mean",
-        "h2o,wide=1x4194304,local_window=4194304",
-        "h2o,wide=1.0",
-        "h2o,wide=1.0x0",
-        "h2o,wide=1.0x2+1.0x3",
-        "h2o,wide=1.0x4194304",
         "h2o,recall=1025",
         "h2o,recall_characters=65",
         "h2o,error_rows=257",
@@ -158,8 +153,6 @@ def _history(a: Arguments) -> Changes:
     changes = _attention(a) | _longer_query(a) | _positions(a, "memory", past) | _recall(a, total)
     changes |= _errors(a)
     changes["last_chunk_begin is after the earlier tokens"] = {"last_chunk_begin": past + 1}
-    head = f"{a.get('layer', 0)}.{a['k'].shape[1]}"
-    changes["there is no such head"] = {"settings": f"h2o,wide={head}x2"}
     if a["scores"]:
         longer = resized(a["scores"], 2, total + 1)
         changes["scores is longer than the history"] = {"scores": longer}

@@ -63,15 +63,15 @@ class Draw:
         return torch.randint(*ordinary, (batch, length), generator=generator)
 
 
-def draw_settings(draw: Draw, length: int, layers: int = 1, kv_heads: int = 1) -> PrefillConfig:
+def draw_settings(draw: Draw, length: int, layers: int = 1) -> PrefillConfig:
     """Draw settings from everything that they can be."""
     with warnings.catch_warnings():
         # Some are drawn that the library advises against.
         warnings.simplefilter("ignore")
-        return _draw_settings(draw, length, layers, kv_heads)
+        return _draw_settings(draw, length, layers)
 
 
-def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> PrefillConfig:
+def _draw_settings(draw: Draw, length: int, layers: int) -> PrefillConfig:
     length = max(1, length)
     if draw.chance(0.1):
         return PRESETS[draw.choice(sorted(PRESETS))]
@@ -92,7 +92,6 @@ def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> Prefi
         heavy_budget=heavy,
         dense_tail=draw.choice([draw.size(1, length), 2**31 - 1]) if draw.chance(0.25) else 0,
         dense_layers=tuple(dense),
-        wide=_draw_wide(draw, layers, kv_heads),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
         recall=recall,
@@ -108,13 +107,6 @@ def draw_calls(draw: Draw, end: int) -> list[int]:
     places = range(1, end)
     count = min(len(places), draw.integer(0, 4))
     return sorted({draw.choice(places) for _ in range(count)} | {end})
-
-
-def _draw_wide(draw: Draw, layers: int, kv_heads: int) -> tuple[tuple[int, ...], ...]:
-    """Draw factors of the budgets of some layers and heads."""
-    wide = [(layer, draw.integer(1, 4)) for layer in range(layers) if draw.chance(0.15)]
-    heads = draw.sample(draw.integer(1, 4), layers * kv_heads) if draw.chance(0.3) else ()
-    return (*wide, *((i // kv_heads, i % kv_heads, draw.integer(1, 4)) for i in heads))
 
 
 def _draw_budgets(draw: Draw, length: int) -> tuple[int, int, int]:

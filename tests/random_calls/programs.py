@@ -184,7 +184,7 @@ def draw_context(draw: Draw, longest: int = 200) -> Program:
     p = Problem.drawn(draw, longest, least=1)
     p = replace(p, dtype=draw.choice(["float32", "bfloat16", "float16"]))
     layers, capacity, length = draw.integer(1, 3), p["T"] + draw.integer(0, 9), 0
-    config = draw_settings(draw, p["T"], layers, p["G"])
+    config = draw_settings(draw, p["T"], layers)
     context, scale = "PrefillContext", p.scale()
     steps = [
         Step("PrefillConfig", "parse", (config.to_string(),)),

@@ -25,10 +25,7 @@ struct H2O_API PrefillConfig {
   int64_t sink_tokens = 0;     // K, first positions of the prompt, always kept
   int64_t dense_tail = 0;      // last queries of a call that attend to every key
   std::vector<int64_t> dense_layers = {};  // layers that stay dense
-  // Factors of L and H: {layer, factor} for the heads of a layer, {layer, KV head, factor} for one
-  // of them instead.
-  std::vector<std::vector<int64_t>> wide = {};
-  std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
+  std::string gqa_reduce = "sum";          // "sum" or "max" over the query heads of a KV head
   // Calls with fewer new tokens are dense; none: chunk_size. "auto" in a text, kAuto here: dense
   // where a prompt is too short for sparse attention to be faster.
   std::optional<int64_t> min_prefill = {};
@@ -45,12 +42,12 @@ struct H2O_API PrefillConfig {
   static const std::vector<std::string>& preset_names();
 
   // The settings of a text: a preset, then fields separated by commas, each at most once, layers
-  // joined by "+": "recommended,local_window=256,wide=7x4+18.2x2". A text of fields alone changes
+  // joined by "+": "recommended,local_window=256,dense_layers=7+17". A text of fields alone changes
   // "h2o". Throws c10::ValueError for another form, an unknown name, or values that check()
   // refuses.
   static PrefillConfig parse(std::string_view text);
 
-  // A copy with the fields of a text like "local_window=256,wide=7x4" changed.
+  // A copy with the fields of a text like "local_window=256,recall=4" changed.
   PrefillConfig with(std::string_view fields) const;
 
   // The shortest text that parse() turns into these settings, and a text of all fields, which does
@@ -67,19 +64,12 @@ struct H2O_API PrefillConfig {
   // Calls check(), and warns with advice() once per process.
   void validate() const;
 
-  // The settings of one layer, with its L and H, and the factors of its heads alone. Errors
-  // are not measured in layer 0, whose small outputs inflate them.
+  // The settings of one layer. Errors are not measured in layer 0, whose small outputs inflate
+  // them.
   PrefillConfig of_layer(int64_t layer) const;
 
-  // The factor of a KV head's L and H in a layer; in all of them, the largest. Settings of_layer()
-  // need no layer.
-  int64_t factor_of_head(int64_t head, std::optional<int64_t> layer = std::nullopt) const;
-
-  // The largest factor of L and H.
-  int64_t widest() const;
-
-  // Positions that a memory set of settings of_layer() holds at most: K + L + H, of the widest head
-  // when it has grown as far as it may.
+  // Positions that a memory set of settings of_layer() holds at most: K + L + H, of a head that has
+  // grown as far as it may.
   int64_t memory_size() const;
 
   // Rows that share a list of recalled keys: 64 where that divides chunk_size, else their greatest

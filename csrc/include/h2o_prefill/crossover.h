@@ -26,10 +26,8 @@ inline DeviceCost device_cost(const at::Tensor& like) {
   return device_cost(like.device(), like.scalar_type());
 }
 
-// The length from which sparse attention is at least 5 % faster in the layers of a model that have
-// no window, heads of different width together: a multiple of chunk_size / 8, or kLargestSetting if
-// there is none up to 1,024 chunks.
-H2O_API int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_product,
-                                       int64_t layers, int64_t kv_heads);
+// The length from which sparse attention is at least 5 % faster in a sparse layer: a multiple of
+// chunk_size / 8, or kLargestSetting if there is none up to 1,024 chunks.
+H2O_API int64_t shortest_sparse_prompt(const PrefillConfig& config, double sparse_product);
 
 }  // namespace h2o_prefill

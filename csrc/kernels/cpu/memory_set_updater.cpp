@@ -37,7 +37,7 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
     count_members(from, units, counts);
   }
   const int turn = ++selections_ % 2;
-  if (request_.has_factors()) factors_ = request_.factors();
+  if (request_.settings.widens()) factors_ = request_.factors();
   select_memory_sets({.units = units,
                       .from = from,
                       .scores = request_.scores.const_data_ptr<float>(),
@@ -46,7 +46,7 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
                       .chunk_begin = chunk_begin,
                       .chunk_end = chunk_end,
                       .budget = request_.budget(),
-                      .factors = request_.has_factors() ? factors_.data() : nullptr,
+                      .factors = request_.settings.widens() ? factors_.data() : nullptr,
                       .selected = workspace_.get(sets_[turn]),
                       .selected_stride = width_,
                       .selected_counts = workspace_.get(counts_[turn]),

@@ -26,15 +26,6 @@ class MemorySets {
                         request.query.options().dtype(at::kInt))),
         spare_(at::empty_like(next_)),
         end_{.units = request.units()} {
-    if (!request.settings.wide.empty()) {
-      const int64_t heads = request.key.size(1);
-      by_head_ = at::full({heads}, request.settings.factor_of_head(/*one that is not named*/ heads),
-                          next_.options());
-      for (const auto& x : request.settings.wide) {
-        if (x.size() == 2) continue;
-        by_head_.narrow(0, x[1], 1).fill_(request.settings.factor_of_head(x[1]));
-      }
-    }
     if (request.start.defined() && request.past() > 0) sets_ = request.start.contiguous();
   }
 
@@ -58,8 +49,6 @@ class MemorySets {
         .chunk_begin = chunk_begin,
         .chunk_end = chunk_end,
         .budget = request_.budget(),
-        .factors = by_head_.defined() ? by_head_.const_data_ptr<int32_t>() : nullptr,
-        .heads = request_.key.size(1),
         .errors = request_.errors.defined() ? request_.errors.const_data_ptr<float>() : nullptr,
         .widening = request_.widening(),
         .selected = next_.mutable_data_ptr<int32_t>(),
@@ -88,7 +77,6 @@ class MemorySets {
   at::Tensor next_;
   at::Tensor spare_;
   ChunkEndParams end_;
-  at::Tensor by_head_;  // [Hkv], factors of L and H in the settings; undefined: 1
 };
 
 // Exact attention of the rows in which a request measures errors. It depends on no selection, so

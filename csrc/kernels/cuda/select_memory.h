@@ -19,16 +19,13 @@ struct SelectMemoryParams {
   int64_t chunk_begin;
   int64_t chunk_end;
   MemoryBudget budget;
-  const int32_t* factors = nullptr;  // [KV heads], of each head's L and H; null: 1
-  int64_t heads = 1;                 // KV heads
-  const float* errors = nullptr;     // [units, kErrorFields], which widen L and H; null: none
+  const float* errors = nullptr;  // [units, kErrorFields], which widen L and H; null: none
   WideningRule widening = {};
   int32_t* selected;  // [units, width]
   int64_t width;      // the most members of a set or more
 
   H2O_HOST_DEVICE MemoryBudget budget_of(int64_t unit) const {
-    return budget.scaled((factors ? factors[unit % heads] : 1) *
-                         (errors ? widening.factor(errors + unit * kErrorFields) : 1));
+    return errors ? budget.scaled(widening.factor(errors + unit * kErrorFields)) : budget;
   }
   H2O_HOST_DEVICE int64_t candidates() const { return from.width + chunk_end - chunk_begin; }
 };

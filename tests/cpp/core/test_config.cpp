@@ -13,7 +13,7 @@ TEST(PrefillConfig, TextsNameThePresetThatIsNearest) {
   EXPECT_EQ(PrefillConfig().to_string(), "h2o,min_prefill=none");
   EXPECT_EQ(PrefillConfig::parse("min_prefill=5,dense_layers=0").to_string(),
             "h2o,dense_layers=0,min_prefill=5");
-  const char* const text = "recommended,local_window=256,wide=7x4+17x4";
+  const char* const text = "recommended,local_window=256,dense_layers=7+17";
   EXPECT_EQ(PrefillConfig::parse(text).to_string(), text);
 }
 
@@ -43,7 +43,7 @@ TEST(Crossover, ShortestSparsePromptHasFewerProducts) {
     return dense / sparse;
   };
   for (const double cost : {1.0, 1.5, 4.0}) {
-    const int64_t shortest = shortest_sparse_prompt(config, cost, 2, 2);
+    const int64_t shortest = shortest_sparse_prompt(config, cost);
     EXPECT_GE(gain(shortest), 1.05 * cost);
     EXPECT_LT(gain(shortest - 2), 1.05 * cost);
   }
@@ -51,11 +51,11 @@ TEST(Crossover, ShortestSparsePromptHasFewerProducts) {
 
 TEST(Crossover, LargerSetsNeedLongerPrompts) {
   const auto shortest = [](const char* fields) {
-    return shortest_sparse_prompt(PrefillConfig::preset("h2o").with(fields), 1.5, 2, 2);
+    return shortest_sparse_prompt(PrefillConfig::preset("h2o").with(fields), 1.5);
   };
   const int64_t plain = shortest("heavy_budget=256");
-  for (const char* fields : {"heavy_budget=512", "sink_tokens=200", "wide=1x2", "wide=1.0x4",
-                             "recall=8", "error_rows=8,max_widen=2", "dense_tail=512"}) {
+  for (const char* fields : {"heavy_budget=512", "sink_tokens=200", "recall=8",
+                             "error_rows=8,max_widen=2", "dense_tail=512"}) {
     EXPECT_GT(shortest(fields), plain) << fields;
   }
   EXPECT_EQ(shortest("dense_layers=1"), plain);
@@ -67,16 +67,6 @@ TEST(Crossover, UnmeasuredDevicesAreAssumedToBeSlow) {
   const auto unknown = device_cost(at::empty({0}, at::device(at::kMeta)));
   EXPECT_FALSE(unknown.measured);
   EXPECT_GT(unknown.sparse_product, 6.0);
-}
-
-TEST(PrefillConfig, AHeadsFactorComesBeforeItsLayers) {
-  const auto config = PrefillConfig::parse("h2o,wide=7x3+7.2x1+8.2x9");
-  EXPECT_EQ(config.of_layer(7).factor_of_head(0), 3);
-  EXPECT_EQ(config.of_layer(7).factor_of_head(2), 1);
-  EXPECT_EQ(config.factor_of_head(2, 7), 1);
-  EXPECT_EQ(config.factor_of_head(2), 9);
-  EXPECT_EQ(config.of_layer(7).memory_size(), 3 * 512);
-  EXPECT_EQ(config.of_layer(1).memory_size(), 2 * 256);
 }
 
 TEST(PrefillConfig, DecodingAndEmptyMemorySetsAreDense) {

@@ -22,8 +22,8 @@ constexpr int64_t kContextLayers = 2;
 
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
-      "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,"
-      "wide=1x2+0.1x3,error_rows=4,min_prefill=none");
+      "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,error_rows=4,"
+      "min_prefill=none");
 }
 
 PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
@@ -94,8 +94,8 @@ TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   auto expected = new_context(config);
   const auto out = prompt.run(expected, 0, 80);
   config.min_prefill = PrefillConfig::kAuto;
-  const int64_t shortest = shortest_sparse_prompt(
-      config, device_cost(prompt.qkv[0].k).sparse_product, kContextLayers, 2);
+  const int64_t shortest =
+      shortest_sparse_prompt(config, device_cost(prompt.qkv[0].k).sparse_product);
   ASSERT_GT(shortest, 16);
   ASSERT_LT(shortest, 64);
 
@@ -364,9 +364,8 @@ TEST(PrefillContext, DefaultsAndWrongArguments) {
   const LayeredPrompt prompt(40);
   EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
   EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(
-      PrefillContext(1, 8, recalling_config()),
-      "dense_layers and wide must name layers < 1, the layers of the context, got 1");
+  EXPECT_VALUE_ERROR(PrefillContext(1, 8, PrefillConfig::parse("h2o,dense_layers=1")),
+                     "dense_layers must name layers < 1, the layers of the context, got 1");
   PrefillContext context(kContextLayers, 50, recalling_config());
   const auto x = prompt.qkv[0];
   EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),

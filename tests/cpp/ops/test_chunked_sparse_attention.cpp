@@ -11,7 +11,6 @@ constexpr int64_t kChunk = 24;  // three blocks of recalled keys
 struct Options {
   Budgets budgets{3, 4, 1};
   int64_t dense_tail = 0;
-  std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";
   RecallLists recall = {};
   int64_t error_rows = 0;
@@ -24,7 +23,6 @@ struct Options {
             .heavy_budget = budgets.heavy_budget,
             .sink_tokens = budgets.sink_tokens,
             .dense_tail = dense_tail,
-            .wide = wide,
             .gqa_reduce = gqa_reduce,
             .error_rows = error_rows};
   }
@@ -105,7 +103,6 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     const auto x = random_qkv(60, 2 * heads, heads, at::kFloat, batch);
     const auto tokens = at::randint(0, 12, {batch, 60}, at::kLong);
     Options o;
-    o.wide = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
     if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
     State got, wanted;

@@ -357,8 +357,7 @@ TEST(PackageSession, PromptsForWhichDenseAttentionIsFasterAreDense) {
   const PrefillConfig& settings = package->info().settings;
   PackageSession session(package);
   const at::Tensor key = session.state()[2], scores = session.state()[4];
-  const int64_t shortest = shortest_sparse_prompt(settings, device_cost(key).sparse_product,
-                                                  package->info().layers, key.size(1));
+  const int64_t shortest = shortest_sparse_prompt(settings, device_cost(key).sparse_product);
   ASSERT_TRUE(settings.is_auto());
   ASSERT_GT(shortest, settings.chunk_size + 1);
   ASSERT_LT(shortest, kPrompt);

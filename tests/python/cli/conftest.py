@@ -78,7 +78,6 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
     return {
         "compare": ("compare", *text, "--repeats", "1", "--preset", PRESET),
         "ppl": ("ppl", *text, "--windows", "0:2", "--preset", PRESET),
-        "calibrate": ("calibrate", *text, "--preset", PRESET),
         "bench": ("bench", *model, "--lengths", "16,48", "--runs", "1", "--preset", PRESET),
         "ablate": ("ablate", *text, "--windows", "0:2", "--preset", "h2o", *sizes),
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),

@@ -11,7 +11,7 @@ import h2o_prefill_cli
 from h2o_prefill.config import PrefillConfig
 
 COMMANDS = (
-    *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
+    *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
     *("generate", "export", "info"),
 )
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,15 @@ import h2o_prefill
 from h2o_prefill.cli.compare import _default_context
 from h2o_prefill.cli.options import SettingsOptions
 from h2o_prefill.cli.tables import ablation_table
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
-from h2o_prefill.profile import build_profile
 
 pd = pytest.importorskip("pandas")
 
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
-PROFILE = "h2o,chunk_size=16,local_window=3,heavy_budget=3,wide=1.0x2"
 COMMANDS = (
     *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
     *("generate", "export"),
@@ -43,16 +39,6 @@ def report(run, tmp_path):
         return json.loads((tmp_path / "report.json").read_text()), done.stdout
 
     return made
-
-
-@pytest.fixture
-def profiled(model_folder, tmp_path):
-    """A folder of the model with a profile."""
-    folder = shutil.copytree(model_folder, tmp_path / "profiled")
-    model, _ = load_model(model_folder)
-    content = build_profile(model, PrefillConfig.parse(PROFILE), "", {})
-    (folder / "h2o_prefill.json").write_text(json.dumps(content))
-    return folder
 
 
 def _row(table, name):
@@ -78,29 +64,8 @@ def test_compare(report, small_commands, tiny, tmp_path):
     assert len(found["runs"][2]["all_seconds"]) == 3
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_a_preset_settings_are_those_of_the_profile(
-    run, small_commands, profiled, monkeypatch, tmp_path, command
-):
-    find = SettingsOptions.find
-    found = []
-
-    def stop(settings, network):
-        found.append(find(settings, network).to_string())
-        raise RuntimeError("found")
-
-    monkeypatch.setattr(SettingsOptions, "find", stop)
-    arguments = {
-        "generate": ("words",),
-        "export": ("--output", tmp_path / "model.pt2"),
-        "ablate": ("--output", tmp_path),
-        "visualize": ("--output", tmp_path),
-    }
-    command_line = [command, "--model", profiled, "--dtype", "float32", *arguments.get(command, ())]
-    if command not in ("generate", "export", "bench"):
-        command_line += ["--dataset", "pydoc"]
-    done = run(*command_line)
-    assert (done.stderr, found) == ("error: found\n", [PROFILE])
+def test_without_a_preset_settings_are_the_default():
+    assert SettingsOptions().find() == PRESETS["recommended"]
 
 
 def test_ppl(report, small_commands, tmp_path):
@@ -116,47 +81,19 @@ def test_ppl(report, small_commands, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_options_of_ppl_reach_the_run(report, small_commands, profiled):
+def test_options_of_ppl_reach_the_run(report, small_commands):
     found, table = report(
-        *(*small_commands["ppl"], "--model", profiled, "--heavy-budget", 0, "--windows", "1:"),
+        *(*small_commands["ppl"], "--heavy-budget", 0, "--windows", "1:"),
         *("--dtype", "bfloat16", "--select", "sinks_and_window"),
-        *("--preset", "profile,sink_tokens=2,recall=2"),
+        *("--preset", f"{PRESET},sink_tokens=2,recall=2"),
     )
     config = found["config"]
-    assert config["preset"].startswith("profile profiled,") and "profile profiled" in table
     assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
-    assert config["dtype"] == "bfloat16"
-    assert config["select"] == "sinks_and_window" and config["wide"] == [[1, 0, 2]]
+    assert config["dtype"] == "bfloat16" and config["select"] == "sinks_and_window"
     assert config["windows"][0] == 1 and len(config["windows"]) > 1
     assert found["environment"]["threads"] == 1
     (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
     assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
-
-
-def test_calibrate_ends_with_settings_that_other_commands_take(
-    report, small_commands, model_folder, tmp_path
-):
-    text = ("--windows", "0:1", "--dtype", "float32")
-    figure, folder = tmp_path / "p.png", shutil.copytree(model_folder, tmp_path / "model")
-    options = ("--budget", 1.3, "--plot", figure, "--save", "--model", folder)
-    found, table = report(*small_commands["calibrate"], *text, *options)
-    heads = [(layer, head, x) for layer, head, x in found["config"]["wide"]]
-    rows = re.findall(r"(\d)\.(\d)x(\d) +(\d+\.\d) ", table)
-    assert sorted((int(a), int(b), int(x)) for a, b, x, _ in rows) == sorted(map(tuple, heads))
-    errors = [found["errors"][str(a)][b][[1, 2, 4, 8].index(x)] for a, b, x in heads]
-    assert sorted(float(row[3]) for row in rows) == pytest.approx(
-        sorted(1e6 * error for error in errors), abs=0.06
-    )
-    assert figure.read_bytes().startswith(b"\x89PNG")
-
-    variant = f"{PRESET},wide={'+'.join(f'{a}.{b}x{x}' for a, b, x in heads)}"
-    assert table.splitlines()[-1] == f"--preset {variant}"
-    assert found["variant"] == variant and found["budget"] == 1.3
-    saved = json.loads((folder / "h2o_prefill.json").read_text())
-    assert (saved["settings"], saved["text"]) == (variant, "text.txt")
-    assert found["text_source"].startswith("text.txt sha256:")
-    after, _ = report(*small_commands["ppl"], *text, "--preset", variant)
-    assert after["attention_flops_ratio"] == pytest.approx(found["flops_after"]["ratio"])
 
 
 def test_bench(report, small_commands, tmp_path):

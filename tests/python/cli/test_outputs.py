@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-JSON = ("compare", "ppl", "calibrate", "bench", "retrieve", "visualize", "info")
+JSON = ("compare", "ppl", "bench", "retrieve", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")
-PLOT = ("ppl", "calibrate", "retrieve")
+PLOT = ("ppl", "retrieve")
 
 
 # The folder of processes takes no files, from nobody.
@@ -46,7 +46,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
     refused(run(*small_commands[command], option, tmp_path / path), "error: --")
 
 
-@pytest.mark.parametrize("command", ["ppl", "calibrate", "info"])
+@pytest.mark.parametrize("command", ["ppl", "info"])
 def test_json_on_stdout_is_nothing_but_json(run, small_commands, tmp_path, command):
     output = ("--output", tmp_path / "out") if command in FOLDER else ()
     done = run(*small_commands[command], *output, "--json", "-")

@@ -11,7 +11,6 @@ WRONG = {
         ("--threads", "0"): "--threads",
         ("--threads", "4294967297"): "Invalid value for '--threads'",
         ("--preset", "best"): "settings 'best': preset must be one of",
-        ("--preset", "profile,recall=2"): 'preset "profile" must be of a model with a .* got Llama',
         ("--context", "many"): "--context",
         ("--chunk-size", -16): "chunk_size must be >= 1, got -16",
         ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
@@ -32,7 +31,6 @@ WRONG = {
         ("--context", "64,"): "context must be numbers with commas between, got '64,'",
         ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
     },
-    "calibrate": {("--context", 16): "at least two chunks"},
     "retrieve": {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",

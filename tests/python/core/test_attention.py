@@ -32,7 +32,7 @@ def qkv():
     return make_qkv(Shape(1, 4, 2, 150, 16, 16))
 
 
-RECALLING = CONFIG.replace(recall=3, wide=((1, 4),))
+RECALLING = CONFIG.replace(recall=3)
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
 
 
@@ -40,7 +40,7 @@ TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.in
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.filterwarnings("ignore:the memory set")
 def test_it_is_the_operator_with_any_settings(qkv, seed, scripted):
-    config = draw_settings(Draw(random.Random(seed)), 150, layers=2, kv_heads=2)
+    config = draw_settings(Draw(random.Random(seed)), 150, layers=2)
     ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
     lists = ops.lexical_recall(ids, 0, config, TOKEN_TEXT) if config.recall else NO_RECALL
     attention = ChunkedSparseAttention(config, TOKEN_TEXT)

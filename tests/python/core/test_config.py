@@ -26,20 +26,22 @@ from h2o_prefill.presets import chosen_config
         ("dense_layers", (1.5,), "dense_layers must be an int, got 1.5"),
         ("error_threshold", 10**400, "error_threshold must be a number, got 1000"),
         ("exact", 1, "exact must be a bool, got 1"),
-        ("wide", (1, 2), "a factor of wide must be a sequence of ints, got 1"),
-        ("wide", ((1,),), r"must be \(layer, factor\) or \(layer, KV head, factor\), got \(1,\)"),
-        ("wide", "7", "wide must be layers or layer.KV head with a factor, like 7x4"),
-        ("wide", ((1, 2, 0),), "wide must be >= 1, got 0"),
         ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
-        ("wide", "1x4194304", "multiplied by their factors, must be <= 4194304, got 1073741824"),
         ("min_prefill", -1, "min_prefill must be >= 1, 'auto' or None, got -1"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
     with pytest.raises(ValueError, match=message):
         PrefillConfig(**{field: value})
+
+
+def test_budgets_are_bounded_when_they_have_grown():
+    with pytest.raises(
+        ValueError, match="multiplied by max_widen, must be <= 4194304, got 8388608"
+    ):
+        PrefillConfig(heavy_budget=2**21, error_rows=4, max_widen=4)
 
 
 def test_fields_and_defaults_equal_the_native_class():
@@ -51,7 +53,7 @@ def test_fields_and_defaults_equal_the_native_class():
 
 @pytest.mark.parametrize("seed", range(100))
 def test_texts_stand_for_all_settings(seed):
-    config = draw_settings(Draw(random.Random(seed)), length=2000, layers=9, kv_heads=4)
+    config = draw_settings(Draw(random.Random(seed)), length=2000, layers=9)
     assert PrefillConfig.parse(config.to_string()) == config
     assert PrefillConfig.parse(config.native.to_fields()) == config
 
@@ -67,7 +69,6 @@ def test_texts_stand_for_all_settings(seed):
         ("h2o,exact=maybe", 'exact must be true or false, got "maybe"'),
         ("h2o,sink_tokens=-1", "sink_tokens must be >= 0, got -1"),
         ("h2o,recall=1,recall=2", 'recall must be given once, got "recall=1,recall=2"'),
-        ("h2o,wide=7.2x3+7.2x4", "wide must name a layer or head once, got 7.2x4 after another"),
         ("h2o,min_prefill=-1", 'min_prefill must be an int, auto or none, got "-1"'),
         ("h2o\n,recall=1", r'preset must be one of exact, recommended, h2o, got "h2o\\n"'),
         ("h2o,\nrecall=1", r'"\\nrecall" is no setting of PrefillConfig'),
@@ -92,10 +93,10 @@ def test_values_as_python_prints_them(yes):
 
 def test_numpy_integers_are_integers():
     config = PrefillConfig(
-        chunk_size=np.int64(512), local_window=np.int32(8), wide=[[np.int8(1), 3]]
+        chunk_size=np.int64(512), local_window=np.int32(8), dense_layers=[np.int8(1)]
     )
-    assert config == PrefillConfig(chunk_size=512, local_window=8, wide="1x3")
-    assert type(config.chunk_size) is int and type(config.wide[0][0]) is int
+    assert config == PrefillConfig(chunk_size=512, local_window=8, dense_layers=(1,))
+    assert type(config.chunk_size) is int and type(config.dense_layers[0]) is int
 
 
 def test_budgets_that_do_not_pay_warn():
@@ -107,14 +108,6 @@ def test_budgets_that_do_not_pay_warn():
         UserWarning, match=r"\(512 positions\) is not smaller than chunk_size \(512\)"
     ):
         PrefillConfig(chunk_size=512)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_wide_layer_does_not_warn_of_its_size():
-    config = PrefillConfig(sink_tokens=2, wide="3x3+5x3", dense_layers=(1,))
-    assert config.of_layer(None) is config
-    assert config.of_layer(4) == config.replace(wide=())
-    assert config.of_layer(5).memory_size == 1538
 
 
 def test_the_docstring_describes_every_field():

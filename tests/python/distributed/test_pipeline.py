@@ -28,7 +28,7 @@ from h2o_prefill.distributed import PipelinePrefill
 
 SETTINGS = {
     "recommended": RECOMMENDED,
-    "everything": {**EVERYTHING, "wide": ((3, 1, 2),)},
+    "everything": EVERYTHING,
     "h2o": H2O,
     "exact": {"config": "exact", "chunk_size": 16},
 }

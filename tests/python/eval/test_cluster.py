@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import calibrate_heads, evaluate_retrieval, run_ablation
+from h2o_prefill.eval import evaluate_retrieval, run_ablation
 from h2o_prefill.generation import Corpus, load_model
 from h2o_prefill.generation import cluster as clusters
 
@@ -87,18 +87,13 @@ def _divide(held, shared, piece):
 
 
 def test_pieces_on_workers_give_the_same(workers, model_folder, corpus):
-    """Retrieval and calibration."""
+    """Retrieval."""
     model, tokenizer = load_model(model_folder)
     given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
     options = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
     options["depths"] = [0, 50, 100]
     found = [evaluate_retrieval(*given, cluster=x, **options).outcomes for x in (None, workers)]
     assert found[0] == found[1] and len(found[0]) == 3
-    options = {"tokenizer": tokenizer, "context": 64, "windows": "1:5"}
-    here, there = (
-        calibrate_heads(model, corpus, BASE, cluster=x, **options) for x in (None, workers)
-    )
-    assert there == here and here.windows == [1, 2, 3, 4]
 
 
 def test_a_worker_with_another_model_or_version_is_refused(

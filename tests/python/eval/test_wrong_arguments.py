@@ -7,7 +7,6 @@ import torch
 
 import h2o_prefill
 from h2o_prefill import eval as evaluation
-from h2o_prefill import profile
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.text import Corpus
 
@@ -29,7 +28,6 @@ RUNS = {"seq_lengths": [32], "chunk_config": CONFIG}
 EVALUATIONS = {
     "perplexity": (evaluation.evaluate_perplexity, ONE),
     "ablation": (evaluation.run_ablation, GRID),
-    "calibration": (evaluation.calibrate_heads, ONE),
     "retrieval": (evaluation.evaluate_retrieval, NEEDLES),
     "attention": (evaluation.measure_attention, PROMPT),
     "patterns": (evaluation.visualize_attention_patterns, PROMPT),
@@ -64,15 +62,6 @@ WRONG = {
         ({"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
         ({"output": __file__}, "output must be a folder, got the file"),
         ({"tokenizer": None}, "tokenizer must be given"),
-    ],
-    "calibration": [
-        ({"budget": 1.0}, "budget must be more than 1, got 1.0"),
-        (
-            {"chunk_config": CONFIG.replace(dense_layers=(1,))},
-            r"dense_layers must leave a layer after the first sparse, got \(1,\)",
-        ),
-        ({"windows": "0:99"}, "windows must be a slice within 0:28"),
-        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers"),
     ],
     "retrieval": [
         ({"tasks": ["cwe"]}, r"tasks must be of \('single', .* got 'cwe'"),
@@ -159,20 +148,3 @@ def test_models_without_weights_or_logits_are_refused(evaluate, tiny, name):
     if name in ("perplexity", "ablation"):
         with pytest.raises(ValueError, match="a head that returns logits, got BaseModelOutput"):
             evaluate(name, tiny.make_model().model)
-
-
-OF_PROFILE = {
-    "perplexity": ("chunk_config", lambda result: result.config == CONFIG),
-    "ablation": ("base", lambda result: list(result["preset"]) == ["profile small"]),
-    "retrieval": ("variants", lambda result: result.variants == {"profile small": CONFIG}),
-    "attention": ("chunk_config", lambda result: result.config == CONFIG),
-    "throughput": ("chunk_config", lambda result: result["attention_flops_ratio"][0] > 1),
-}
-
-
-@pytest.mark.parametrize("name", OF_PROFILE)
-def test_settings_are_those_of_the_profile_by_default(evaluate, monkeypatch, name):
-    found = profile.Profile(CONFIG, "small.json", "profile small")
-    monkeypatch.setattr(profile, "find_profile", lambda model: found)
-    argument, is_of_profile = OF_PROFILE[name]
-    assert is_of_profile(evaluate(name, **{argument: None}))

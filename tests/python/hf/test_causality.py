@@ -19,8 +19,8 @@ NAMED = {
     "blocks": RECALL.replace(chunk_size=24),  # of eight rows
     "rows": RECALL.replace(chunk_size=17),  # blocks of one row
 }
-# And settings of every kind: heads and layers that are wide, or widened, dense tails, characters.
-DRAWN = [draw_settings(Draw(random.Random(seed)), 40, layers=2, kv_heads=2) for seed in range(36)]
+# And settings of every kind: heads that are widened, dense tails, characters.
+DRAWN = [draw_settings(Draw(random.Random(seed)), 40, layers=2) for seed in range(36)]
 EXACT = {"exact": preset_config("exact", chunk_size=16)}
 OPTIONS = {**NAMED, **EXACT, **{f"drawn {i}": config for i, config in enumerate(DRAWN)}}
 # New tokens of each call of the prompt. After a call that ends inside a chunk, and one that is too

@@ -22,7 +22,6 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from h2o_prefill import enable
 from h2o_prefill.hf.cache import take_over
 
-RECALL = {**RECALL, "wide": ((0, 2),)}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 # Sparse, sparse after a history, decoded, short, and sparse again.
 CALLS = (40, 32, 1, 1, 5, 71)

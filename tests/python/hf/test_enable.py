@@ -120,9 +120,6 @@ def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
         ({"config": "h2o", "tokenizer": "smollm2"}, "must be a tokenizer of .*, got 'smollm2'"),
         ({"dense_layers": (2,)}, r"layers of dense_layers must be < 2, got \(2,\)"),
         ({"dense_layers": (0, 5)}, r"layers of dense_layers must be < 2, got \(0, 5\)"),
-        ({"wide": ((0, 2), (5, 2))}, r"layers of wide must be < 2, got \(\(0, 2\), \(5, 2\)\)"),
-        ({"wide": ((2, 0, 4),)}, r"layers of wide must be < 2, got \(\(2, 0, 4\),\)"),
-        ({"wide": ((1, 2, 4),)}, r"KV heads of wide must be < 2, got \(\(1, 2, 4\),\)"),
     ],
 )
 def test_wrong_arguments(llama, arguments, message):

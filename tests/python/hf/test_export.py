@@ -15,7 +15,7 @@ from h2o_prefill.vocabulary import token_text
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,"
-    "wide=1x2+1.0x4,error_rows=4,error_threshold=0.05,max_widen=2,"
+    "error_rows=4,error_threshold=0.05,max_widen=2,"
     "recall_characters=3,min_prefill=none"
 )
 # Sparse, sparse after a history, decoded, short.
@@ -71,7 +71,7 @@ def test_what_a_package_says_of_itself(build):
     assert prompt.shape == (1, 128) and position.tolist() == [0, 0]
     assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
     assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
-    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 64)
+    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 16)
     assert torch.equal(errors, torch.zeros(1, 2, 4))
 
 

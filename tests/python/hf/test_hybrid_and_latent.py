@@ -134,6 +134,6 @@ def test_a_failed_forward_marks_the_cache(model, prompt):
 def test_settings_by_layer_need_numbers(prompt):
     model = build_tiny("Zamba2ForCausalLM").model
     stock = model(prompt).logits
-    settings = {**SMALL, "strict": False, "wide": ((1, 4),)}
+    settings = {**SMALL, "strict": False, "dense_layers": (1,)}
     with enable(model, **settings), pytest.warns(match="cannot tell them apart"):
         assert_close(model(prompt).logits, stock, 1e-4)

@@ -42,7 +42,7 @@ def context(length=40, begin=24, **settings):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_selection_of_the_operators_as_a_rule_gives_their_results(llama, make_ids, padded):
-    settings = {**EVERYTHING, "max_widen": 1, "wide": ()}
+    settings = {**EVERYTHING, "max_widen": 1}
     inputs = {"input_ids": make_ids(2, 120)}
     if padded:
         inputs["attention_mask"] = (torch.arange(120) >= torch.tensor([[0], [50]])).long()

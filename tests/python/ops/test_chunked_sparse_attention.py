@@ -20,7 +20,6 @@ S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
 OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
-WIDE = {"wide": "1.0x3"}
 WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
@@ -67,24 +66,24 @@ def test_budgets_grow_where_errors_are_large(device, dtype, sinks, softcap):
     """Threshold 0.01 lies far from the errors of these heads: the first has none."""
     q, k, v = make_qkv(Shape(2, 6, 2, 5 * S + 3, 16, 16), dtype, device)
     v[:, 0] = 1.0  # whatever the head attends to, the output is the same
-    arguments = call(q, k, v, **WIDENING, **WIDE, sink_tokens=3)[:10]
+    arguments = call(q, k, v, **WIDENING, sink_tokens=3)[:10]
     logits = {"sinks": torch.randn(6, device=device) if sinks else None, "softcap": softcap}
     if sinks:  # they have no value, so they make errors of their own
         v[:, 0] = 0.0
     *_, memory, errors = compare_with_oracle(*OPERATORS, *arguments, **logits)
     assert errors[..., 0].tolist() == [[0, 2]] * 2
     assert errors[..., 2:].tolist() == [[[5, 5], [5, 1 + 2 + 3 * 4]]] * 2
-    assert (memory >= 0).sum(-1).tolist() == [[3 + 3 * 16, 3 + 4 * 16]] * 2
+    assert (memory >= 0).sum(-1).tolist() == [[3 + 16, 3 + 4 * 16]] * 2
 
 
-def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
+def test_a_head_has_the_budgets_of_its_widening(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
     errors = torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0]]], device=device)
-    options = {**WIDENING, **WIDE, "error_threshold": 1e9}
+    options = {**WIDENING, "error_threshold": 1e9}
     out, _, memory, after = check(q, k, v, errors=errors, **options)
     assert torch.equal(after[..., 0], errors[..., 0])
-    assert (memory >= 0).sum(-1).tolist() == [[2 * 3 * 16, 16]]
-    for head, factor in enumerate((6, 1)):
+    assert (memory >= 0).sum(-1).tolist() == [[2 * 16, 16]]
+    for head, factor in enumerate((2, 1)):
         rows = slice(2 * head, 2 * head + 2), slice(head, head + 1)
         alone = (q[:, rows[0]], k[:, rows[1]], v[:, rows[1]])
         one = prefill(*alone, local_window=8 * factor, heavy_budget=8 * factor)
@@ -93,7 +92,7 @@ def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
 
 # Of a dense tail each call has one.
 @pytest.mark.parametrize(
-    "options", [*(x for x in OPTIONS if "dense_tail" not in x), WIDE, WIDENING], ids=str
+    "options", [*(x for x in OPTIONS if "dense_tail" not in x), WIDENING], ids=str
 )
 def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
     q, k, v = make_qkv(Shape(1, 4, 2, 7 * S + 5, 16, 16), device=device)

@@ -23,7 +23,7 @@ SIZES = f"chunk_size={CHUNK},local_window=6,heavy_budget=5,sink_tokens=1"
 SPARSE = {
     "h2o": f"h2o,{SIZES}",
     "recommended": f"recommended,{SIZES},error_threshold=0.02",
-    "layers": f"h2o,{SIZES},dense_layers=0,wide=1x2",
+    "layers": f"h2o,{SIZES},dense_layers=0",
 }
 DRAWN = torch.Generator().manual_seed(0)
 # Queries, keys and values of a layer are sums of a token's and a position's.
@@ -238,11 +238,10 @@ def test_settings_of_requests():
         with pytest.raises(ValueError, match=message) as raised:
             rules.choice(wrong)
         assert "\n" not in str(raised.value)
-    for fields in ("dense_layers=2", "wide=1.2x3", "wide=0x2+2x2"):
-        config = rules.choice(f"h2o,{SIZES},{fields}").config
-        config.check_fits(3, 3)
-        with pytest.raises(ValueError, match=r"(layers|KV heads) of .* must be < 2, got"):
-            config.check_fits(2, 2)
+    config = rules.choice(f"h2o,{SIZES},dense_layers=2").config
+    config.check_fits(3)
+    with pytest.raises(ValueError, match=r"layers of dense_layers must be < 2, got"):
+        config.check_fits(2)
     assert Rules("exact").chunk_size == Rules("dense").chunk_size == 1024
     assert not rules.takes(rules.default, CHUNK - 1) and rules.takes(rules.default, CHUNK)
 
@@ -302,7 +301,7 @@ def test_counters_are_summed_over_processes(tmp_path):
 
 def test_prompts_for_which_dense_attention_is_faster():
     like, open_settings = torch.empty(0), f"h2o,{SIZES}"
-    shortest = PrefillConfig.parse(open_settings).shortest_sparse_prompt(like, LAYERS, KV_HEADS)
+    shortest = PrefillConfig.parse(open_settings).shortest_sparse_prompt(like)
     for settings, length, short in (
         (open_settings, shortest - 1, True),
         (open_settings, shortest, False),
@@ -310,4 +309,4 @@ def test_prompts_for_which_dense_attention_is_faster():
         ("exact", 1, False),
         ("dense", 1, False),
     ):
-        assert is_too_short(choice_of(settings), length, like, LAYERS, KV_HEADS) is short
+        assert is_too_short(choice_of(settings), length, like) is short

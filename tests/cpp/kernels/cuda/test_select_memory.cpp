@@ -24,10 +24,10 @@ struct Problem {
   int64_t sink_tokens = 0;
   std::vector<float> scores = {};    // [heads, scores_length + 3]
   std::vector<int32_t> memory = {};  // [heads, old_width]
-  bool has_factors = false;
+  bool widened = false;              // each head once more than the one before
 
   int64_t stride() const { return scores_length + 3; }
-  int32_t factor(int64_t head) const { return has_factors ? 1 + static_cast<int32_t>(head) : 1; }
+  int32_t factor(int64_t head) const { return widened ? 1 << head : 1; }
   int64_t width() const { return sink_tokens + factor(heads - 1) * (local_window + heavy_budget); }
 };
 
@@ -89,8 +89,10 @@ void check(const Problem& p) {
                << p.chunk_begin << ", " << p.chunk_end << "), L " << p.local_window << ", H "
                << p.heavy_budget << ", K " << p.sink_tokens);
   std::vector<int32_t> selected(p.heads * p.width(), -7);
-  std::vector<int32_t> factors;
-  for (int64_t head = 0; head < p.heads; ++head) factors.push_back(p.factor(head));
+  std::vector<float> errors(p.heads * kErrorFields);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    errors[head * kErrorFields + kDoublings] = static_cast<float>(head);
+  }
   const SelectMemoryParams params{.from = {.positions = p.memory.data(), .width = p.old_width},
                                   .scores = p.scores.data(),
                                   .scores_stride = p.stride(),
@@ -98,8 +100,8 @@ void check(const Problem& p) {
                                   .chunk_begin = p.chunk_begin,
                                   .chunk_end = p.chunk_end,
                                   .budget = {p.local_window, p.heavy_budget, p.sink_tokens},
-                                  .factors = p.has_factors ? factors.data() : nullptr,
-                                  .heads = p.heads,
+                                  .errors = p.widened ? errors.data() : nullptr,
+                                  .widening = {.most_doublings = p.heads},
                                   .selected = selected.data(),
                                   .width = p.width()};
   ASSERT_EQ(launch_chunk_end({.units = p.heads, .select = params}, nullptr), cudaSuccess);
@@ -124,7 +126,7 @@ TEST(SelectMemory, RandomProblemsWithManyTies) {
                           .local_window = below(100),
                           .heavy_budget = below(100),
                           .sink_tokens = below(20),
-                          .has_factors = seed % 2 == 1},
+                          .widened = seed % 2 == 1},
                          1 + static_cast<int>(below(5)), seed));
   }
 }
