@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="session")
 def program():
     """Return what runs a program by name; standard output and error are kept as text."""
-    pytest.importorskip("openvino_tokenizers", reason="the programs read texts by it")
+    pytest.importorskip("openvino_tokenizers", reason="needs openvino-tokenizers")
 
     def run(name, *arguments, **options):
         path = Path(os.environ["H2O_EXAMPLES"]) / name

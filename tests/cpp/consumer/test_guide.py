@@ -43,7 +43,7 @@ def test_the_project_of_the_guide(tmp_path):
 
 
 def test_the_chat_of_the_guide(tmp_path):
-    pytest.importorskip("openvino_tokenizers", reason="the component text is of it")
+    pytest.importorskip("openvino_tokenizers", reason="needs openvino-tokenizers")
     blocks = blocks_of("Programs without Python")
     assert blocks["cpp"].count("\n") <= 25
     run(tmp_path, blocks)
