@@ -287,20 +287,16 @@ def install() -> None:
         counts = self.model_executor.collective_rpc(layers_of)
         ours, layers = (sum(count) for count in zip(*counts, strict=True))
         self.h2o_prefill = ours > 0
-        told = "all is vLLM's"
-        if ours:
-            check(None, vllm_config.model_config)
-            scheduler = vllm_config.scheduler_config
-            if scheduler.scheduler_cls is None:
-                scheduler.get_scheduler_cls = lambda: ChunkScheduler
-                cut = "" if room_of(vllm_config) >= rules().chunk_size else "not "
-            else:
-                cut = "not "
-            size = checkpoint_bytes(vllm_config.cache_config) >> 20
-            told = f"steps are {cut}cut, up to {size} MiB of states"
+        check(None, vllm_config.model_config)
+        scheduler, size = vllm_config.scheduler_config, rules().chunk_size
+        cut = "" if scheduler.scheduler_cls is None and room_of(vllm_config) >= size else "not "
+        if ours and scheduler.scheduler_cls is None:
+            scheduler.get_scheduler_cls = lambda: ChunkScheduler
+        kept = checkpoint_bytes(vllm_config.cache_config) >> 20
+        told = f"steps are {cut}cut, up to {kept} MiB of states" if ours else "all is vLLM's"
         logger.info(
             "h2o_prefill %s: settings %s, chunks of %d tokens, %d of %d layers ours, %s",
-            __version__, os.environ["H2O_PREFILL_SETTINGS"], rules().chunk_size, ours, layers, told
+            __version__, os.environ["H2O_PREFILL_SETTINGS"], size, ours, layers, told
         )  # fmt: skip
         return result
 

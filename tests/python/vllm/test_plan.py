@@ -321,7 +321,7 @@ def test_each_prompt_is_estimated_once_when_it_is_prefilled():
     step(planner, (prompt, 3 * CHUNK, 3 * CHUNK + 1))
     once = planner.counters["estimated_kl"]
     # Preempted after two tokens.
-    step(planner, (prompt, CHUNK, 3 * CHUNK + 2), tokens=text + [1, 2])
+    step(planner, (prompt, CHUNK, 3 * CHUNK + 2), tokens=[*text, 1, 2])
     planner.forget(prompt.request)
     assert planner.counters["estimated_kl"] == once > 0
 
