@@ -59,8 +59,9 @@ def shared_path() -> str:
     It has no name in a folder, so nothing is left of it where processes are killed.
     """
     own, path = f"/proc/{os.getpid()}/fd/", os.environ.get(_PATH, "")
+    is_there = os.path.islink(path) and os.readlink(path).startswith("/memfd:h2o_prefill")
     is_part = multiprocessing.current_process().name.startswith(_STARTED_BY_VLLM)
-    if not path.startswith(own) and not (is_part and os.path.exists(path)):
+    if not (is_there and (is_part or path.startswith(own))):
         os.environ[_PATH] = path = f"{own}{os.memfd_create('h2o_prefill')}"
     return path
 

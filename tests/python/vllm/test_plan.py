@@ -288,10 +288,13 @@ def test_states_stay_below_a_number_of_bytes():
         Checkpoints(-1)
 
 
-def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch):
-    # Inherited from a server that has ended.
-    monkeypatch.setenv("H2O_PREFILL_COUNTERS", f"/proc/{os.getpid()}0/fd/3")
-    path = shared_path()
+def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch, tmp_path):
+    # Inherited from a server that has ended, and from a program that this process was.
+    with (tmp_path / "log").open("w") as other:
+        for inherited in (f"/proc/{os.getpid()}0/fd/3", f"/proc/{os.getpid()}/fd/{other.fileno()}"):
+            monkeypatch.setenv("H2O_PREFILL_COUNTERS", inherited)
+            path = shared_path()
+            assert path != inherited
     one, other = Counters(path), Counters(path)
     one["sparse_tokens"] += 5
     other["sparse_tokens"] += 7
@@ -308,7 +311,7 @@ def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch):
     for name in ("EngineCore_DP1", "VllmWorker-0", "ApiServer_0", "MainProcess", "Process-1"):
         monkeypatch.setenv("H2O_PREFILL_COUNTERS", path)
         monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
-        assert (shared_path() == path) == (name not in ("MainProcess", "Process-1"))
+        assert (shared_path() == path) == (name not in {"MainProcess", "Process-1"})
 
 
 def test_each_prompt_is_estimated_once_when_it_is_prefilled():
