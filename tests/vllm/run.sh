@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes an environment with vLLM's CPU build and this package in it, and runs the tests of the plugin there:
 # tests/vllm/run.sh FOLDER [arguments of pytest]
-# Downloads take minutes and 3.4 to 6.8 GB on disk, the build and the tests a quarter of an hour each on two cores.
+# Downloads take minutes and about 3.6 or 6.8 GB on disk, the build and the tests a quarter of an hour each on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$1
