@@ -56,6 +56,8 @@ class Builder(cpu_attn.CPUAttentionMetadataBuilder):
             reason = "layers without a number"
         if reason is not None:
             logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+            for name in ours:
+                layers[name].impl.is_ours = False
         self._is_ours = bool(ours) and reason is None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import bisect
 import itertools
+import multiprocessing
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 # Tells the processes that an engine starts where to count.
-_FOLDER = "H2O_PREFILL_COUNTERS"
+_PATH = "H2O_PREFILL_COUNTERS"
+# By the names that vLLM gives them. All others count for themselves, whatever they inherit.
+_STARTED_BY_VLLM = ("ApiServer", "EngineCore", "VllmWorker")
 
 _NAMES = {
     "sparse_tokens": "Prompt tokens that attended sparsely",
@@ -32,11 +31,15 @@ _NUMBERS = {name: number for number, name in enumerate([*_NAMES, _KL, *_BUCKETS]
 
 
 class Counters:
-    """Numbers by name; with a folder, in a file of it, which other processes see change."""
+    """Numbers by name; with a path, in a file that other processes count in as well."""
 
-    def __init__(self, folder: str | None = None) -> None:
-        with tempfile.NamedTemporaryFile(dir=folder, delete=folder is None) as file:
-            self._values = np.memmap(file.name, "d", "w+", shape=len(_NUMBERS))
+    def __init__(self, path: str | None = None) -> None:
+        self._values = np.zeros(len(_NUMBERS))
+        if path is not None:
+            with open(path, "ab", buffering=0) as file:
+                file.write(self._values.tobytes())
+                offset = file.tell() - self._values.nbytes
+            self._values = np.memmap(path, "d", "r+", offset, self._values.shape)
 
     def __getitem__(self, name: str) -> float:
         return float(self._values[_NUMBERS[name]])
@@ -50,38 +53,42 @@ class Counters:
         self[_BUCKETS[bisect.bisect_left(_BOUNDS, kl)]] += 1
 
 
-def shared_folder() -> str:
-    """Return the folder of this engine's counters: the first process makes and removes it."""
-    if not os.environ.get(_FOLDER):
-        os.environ[_FOLDER] = folder = tempfile.mkdtemp(prefix="h2o_prefill-")
-        # Processes that multiprocessing forks leave without it.
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return os.environ[_FOLDER]
+def shared_path() -> str:
+    """Return the path of this engine's counters: memory of the process that started it.
+
+    It has no name in a folder, so nothing is left of it where processes are killed.
+    """
+    own, path = f"/proc/{os.getpid()}/fd/", os.environ.get(_PATH, "")
+    is_there = os.path.islink(path) and os.readlink(path).startswith("/memfd:h2o_prefill")
+    is_part = multiprocessing.current_process().name.startswith(_STARTED_BY_VLLM)
+    if not (is_there and (is_part or path.startswith(own))):
+        os.environ[_PATH] = path = f"{own}{os.memfd_create('h2o_prefill')}"
+    return path
 
 
 def show() -> None:
     """Show the counters of this engine at /metrics, if this process serves it."""
     from prometheus_client import REGISTRY
 
-    REGISTRY.register(_Collector(shared_folder()))
+    REGISTRY.register(_Collector(shared_path()))
 
 
-def read(folder: str) -> dict[str, float]:
-    """Return the sums over all processes that count in a folder."""
-    files = map(np.fromfile, Path(folder).iterdir())
-    return dict(zip(_NUMBERS, sum(files, np.zeros(len(_NUMBERS))).tolist(), strict=True))
+def read(path: str) -> dict[str, float]:
+    """Return the sums over all processes that count in a file."""
+    rows = np.fromfile(path).reshape(-1, len(_NUMBERS))
+    return dict(zip(_NUMBERS, rows.sum(axis=0).tolist(), strict=True))
 
 
 class _Collector:
-    """Shows the counters of a folder to Prometheus' client library."""
+    """Shows the counters of a file to Prometheus' client library."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, path: str) -> None:
+        self._path = path
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 
-        values = read(self._folder)
+        values = read(self._path)
         for name, text in _NAMES.items():
             gauge = name == "checkpoint_bytes"
             kind = core.GaugeMetricFamily if gauge else core.CounterMetricFamily

@@ -204,6 +204,7 @@ class Planner:
         self._token_text = functools.cache(token_text)
         # None: the state of a prompt whose keys and values were found was gone.
         self._states: dict[str, PromptState | None] = {}
+        self._prefilled: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -221,10 +222,17 @@ class Planner:
         rows = (self._row(index, *one) for index, one in numbered)
         return [row for row in rows if row is not None]
 
+    def reset(self) -> None:
+        """Drop all states, as when the model's weights have changed."""
+        for request in [*self._states]:
+            self.forget(request)
+        self.checkpoints.clear()
+
     def forget(self, request: str) -> None:
         """Drop the state of a request whose prompt has been prefilled, or that has ended."""
-        state = self._states.pop(request, None)
-        if state is not None and state.layers and state.config.error_rows:
+        state, ended = self._states.pop(request, None), request in self._prefilled
+        self._prefilled.discard(request)
+        if ended and state is not None and state.layers and state.config.error_rows:
             errors = [layer.errors for layer in state.layers.values()]
             self.counters.add_prompt(float(estimated_kl(errors, state.config)))
 
@@ -247,6 +255,8 @@ class Planner:
             pieces.append(piece)
         if prompt.choice.is_sparse:
             self._states[prompt.request] = state
+            if total == len(prompt.tokens):  # Preempted requests come again with an answer.
+                self._prefilled.add(prompt.request)
         return Row(index, past, total, pieces)
 
     def _sparse_piece(self, prompt: Prompt, state: PromptState, begin: int, end: int) -> Piece:

@@ -1,27 +1,32 @@
 """Where this library enters vLLM: admission of requests, scheduler and steps of the model runner.
 
 vLLM has no hooks for most of what is needed here, so functions of it are wrapped. Of its two model
-runners, V2 has a hook for steps: the state of a model.
+runners, V2 has a hook for steps: the state of a model. An engine without a layer of ours keeps
+vLLM's scheduler, and its requests keep their keys.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from vllm.config import SchedulerConfig
+from vllm.config import get_layers_from_vllm_config
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu import model_states
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from h2o_prefill import vocabulary
-from h2o_prefill.vllm.counters import Counters, shared_folder
+from h2o_prefill import __version__, vocabulary
+from h2o_prefill.vllm.counters import Counters, shared_path
 from h2o_prefill.vllm.plan import EXACT, Choice, Planner, Prompt, Row, Rules, is_too_short
 from h2o_prefill.vllm.state import Checkpoints
 
@@ -36,17 +41,29 @@ SETTINGS, SALT = "h2o_prefill", "h2o_prefill_salt"
 def rules() -> Rules:
     """Return the rules of this engine, from its environment."""
     try:
-        return Rules(os.environ.get("H2O_PREFILL_SETTINGS") or EXACT)
+        return Rules(os.environ["H2O_PREFILL_SETTINGS"])
     except ValueError as error:
         raise ValueError(f"H2O_PREFILL_SETTINGS: {error}") from None
 
 
-def checkpoint_bytes() -> int:
-    """Return how many bytes of states are kept for prefixes."""
+def checkpoint_bytes(cache_config: Any = None) -> int:
+    """Return how many bytes of states are kept for prefixes: none where none are found again."""
     text = os.environ.get("H2O_PREFILL_CHECKPOINTS") or "512"
     if not text.isdecimal():
         raise ValueError(f"H2O_PREFILL_CHECKPOINTS must be a number of MiB, got {text!r}")
-    return int(text) << 20
+    is_cached = cache_config is None or cache_config.enable_prefix_caching
+    return int(text) << 20 if is_cached else 0
+
+
+def check(settings: object, model_config: Any) -> Choice:
+    """Return the choice of a request for these settings; vLLM's error with one line if wrong."""
+    try:
+        choice = rules().choice(settings)
+        if choice.config is not None:
+            choice.config.check_fits(model_config.get_total_num_hidden_layers())
+    except ValueError as error:
+        raise VLLMValidationError(f"h2o_prefill: {error}") from None
+    return choice
 
 
 def choice_of(params: Any) -> Choice:
@@ -57,10 +74,20 @@ def choice_of(params: Any) -> Choice:
 
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
-    ranks, drafts = vllm_config.parallel_config.world_size_across_dp, vllm_config.speculative_config
+    ranks, drafts = vllm_config.parallel_config.world_size, vllm_config.speculative_config
     if drafts is not None and drafts.method != "ngram":
         return "a draft model"  # whose layers have the numbers of others
+    if vllm_config.cache_config.mamba_cache_mode == "align":
+        return "recurrent layers, whose cached states end steps elsewhere"
     return f"{ranks} ranks" if ranks > 1 else None
+
+
+def room_of(vllm_config: Any) -> int:
+    """Return what a step has for a prompt: decoding requests take a token and drafts each."""
+    config, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    most = config.max_num_scheduled_tokens or config.max_num_batched_tokens
+    room = most - config.max_num_seqs * (1 + drafts)
+    return max(0, min(room, config.long_prefill_token_threshold or room))
 
 
 class ChunkScheduler(Scheduler):
@@ -69,20 +96,18 @@ class ChunkScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._splits_mamba = self.need_mamba_block_aligned_split
-        if (default := rules().default.config) is not None:
-            default.check_fits(self.vllm_config.model_config.get_total_num_hidden_layers())
-        config, chunk = self.scheduler_config, rules().chunk_size
-        most = min(
-            self.max_num_scheduled_tokens - self.max_num_running_reqs * (1 + self.num_spec_tokens),
-            config.long_prefill_token_threshold or self.max_num_scheduled_tokens,
-        )
-        # Decoding requests take a token and drafts: a step must still have room for a chunk.
-        self._cuts = most >= chunk
+        chunk, room = rules().chunk_size, room_of(self.vllm_config)
+        self._cuts = room >= chunk
         self.need_mamba_block_aligned_split |= self._cuts
         if not self._cuts:
             logger.warning(
                 "h2o_prefill: steps of %d tokens have no room for a chunk of %d and are not cut: "
-                "results depend on the batch, and prefixes have no states", max(most, 0), chunk
+                "results depend on the batch, and prefixes have no states", room, chunk
+            )  # fmt: skip
+        if self.cache_config.enable_prefix_caching and chunk % self.block_size:
+            logger.warning(
+                "h2o_prefill: pages of %d tokens do not divide a chunk of %d: cached prefixes of "
+                "sparse requests end at multiples of both", self.block_size, chunk
             )  # fmt: skip
 
     def _mamba_block_aligned_split(
@@ -97,7 +122,10 @@ class ChunkScheduler(Scheduler):
         if not (self._cuts and rules().takes(choice, length)):
             return num_new_tokens
         past = request.num_computed_tokens + local + external
-        return rules().end_of_step(past, past + num_new_tokens, length) - past
+        cut = rules().end_of_step(past, past + num_new_tokens, length) - past
+        # Who comes first does not wait for others, so it would wait for ever.
+        is_first = not self.running or self.running[0] is request
+        return cut or (num_new_tokens if is_first else 0)
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         blocks, length, boundary, diverged = super()._get_local_prefix_cache_hit(request)
@@ -113,13 +141,14 @@ class ChunkScheduler(Scheduler):
 class Steps:
     """The steps of a model runner, whose requests are these by name."""
 
-    def __init__(self, model_config: Any, requests: Mapping[str, Any]) -> None:
-        self._model_config, self._requests = model_config, requests
+    def __init__(self, vllm_config: Any, requests: Mapping[str, Any]) -> None:
+        self._model_config, self._requests = vllm_config.model_config, requests
         self._batch: list[str] = []
         self._lengths: list[int] = []
         self._prompts: dict[str, Prompt] = {}
         self._rows: list[Row] | None = None
-        checkpoints, counters = Checkpoints(checkpoint_bytes()), Counters(shared_folder())
+        checkpoints = Checkpoints(checkpoint_bytes(vllm_config.cache_config))
+        counters = Counters(shared_path())
         self.planner = Planner(rules(), checkpoints, counters, self._token_text)
 
     def begin(self, batch: Iterable[str], lengths: Iterable[int]) -> None:
@@ -181,7 +210,7 @@ def with_steps(kind: Any) -> Any:
         def __init__(self, vllm_config: Any, *args: Any) -> None:
             super().__init__(vllm_config, *args)
             self._requests: dict[str, Any] = {}
-            self.h2o_prefill = Steps(vllm_config.model_config, self._requests)
+            self.h2o_prefill = Steps(vllm_config, self._requests)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
@@ -201,36 +230,92 @@ def with_steps(kind: Any) -> Any:
     return State
 
 
+def reset(worker: Any) -> None:
+    """Drop the states of a worker."""
+    runner = worker.model_runner
+    steps = getattr(getattr(runner, "model_state", runner), "h2o_prefill", None)
+    if steps is not None:
+        steps.planner.reset()
+
+
+def layers_of(worker: Any) -> tuple[int, int]:
+    """Return how many layers of a worker have our attention, and how many have a cache."""
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).values()
+    ours = [getattr(getattr(layer, "impl", None), "is_ours", False) for layer in layers]
+    return sum(ours), len(ours)
+
+
 def install() -> None:
     """Wrap the functions of vLLM, once in each process."""
-    process = InputProcessor.process_inputs
-    scheduler_of, update = SchedulerConfig.get_scheduler_cls, GPUModelRunner._update_states
+    process, check_model = InputProcessor.process_inputs, BaseServing._check_model
+    initialize, admit = EngineCore._initialize_kv_caches, EngineCore.preprocess_add_request
+    reset_cache, update = EngineCore.reset_prefix_cache, GPUModelRunner._update_states
     state_of = model_states.resolve_model_state_cls
 
     @functools.wraps(process)
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
     ) -> Any:
-        # Unknown settings are refused here. Sparse requests share pages with the same settings.
+        check((getattr(params, "extra_args", None) or {}).get(SETTINGS), self.model_config)
+        return process(self, request_id, prompt, params, *args, **more)
+
+    @functools.wraps(check_model)
+    async def check_request(self: Any, request: Any) -> Any:
+        # Before a stream begins; where vLLM drops what it does not know, settings are refused.
+        own = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+        asked = (own or getattr(request, "vllm_xargs", None) or {}).get(SETTINGS)
+        known = {"vllm_xargs", "sampling_params"} & type(request).model_fields.keys()
+        if asked is not None and (not known or getattr(request, "use_beam_search", False)):
+            return self.create_error_response(
+                "h2o_prefill: requests of this kind, as beam search, have no settings of their own"
+            )
         try:
-            choice = rules().choice((getattr(params, "extra_args", None) or {}).get(SETTINGS))
-            if choice.config is not None:
-                choice.config.check_fits(self.model_config.get_total_num_hidden_layers())
-        except ValueError as error:
-            raise VLLMValidationError(f"h2o_prefill: {error}") from None
-        request = process(self, request_id, prompt, params, *args, **more)
-        if (own := request.sampling_params) is not None:
-            own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
-            like = torch.empty(0, dtype=self.model_config.dtype)
-            if is_too_short(choice, len(request.prompt_token_ids or ()), like):
-                choice, own.extra_args[SETTINGS] = rules().choice(EXACT), EXACT
+            check(asked, self.model_config)
+        except VLLMValidationError as error:
+            return self.create_error_response(error)
+        return await check_model(self, request)
+
+    @functools.wraps(initialize)
+    def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        # The layers are made, the scheduler is not.
+        result = initialize(self, vllm_config)
+        counts = self.model_executor.collective_rpc(layers_of)
+        ours, layers = (sum(count) for count in zip(*counts, strict=True))
+        self.h2o_prefill = ours > 0
+        check(None, vllm_config.model_config)
+        scheduler, size = vllm_config.scheduler_config, rules().chunk_size
+        cut = "" if scheduler.scheduler_cls is None and room_of(vllm_config) >= size else "not "
+        if ours and scheduler.scheduler_cls is None:
+            scheduler.get_scheduler_cls = lambda: ChunkScheduler
+        kept = checkpoint_bytes(vllm_config.cache_config) >> 20
+        told = f"steps are {cut}cut, up to {kept} MiB of states" if ours else "all is vLLM's"
+        logger.info(
+            "h2o_prefill %s: settings %s, chunks of %d tokens, %d of %d layers ours, %s",
+            __version__, os.environ["H2O_PREFILL_SETTINGS"], size, ours, layers, told
+        )  # fmt: skip
+        return result
+
+    @functools.wraps(admit)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if self.h2o_prefill and request.sampling_params is not None:
+            # Sparse requests share pages with the same settings. Beams share their parameters.
+            request.sampling_params = own = copy.copy(request.sampling_params)
+            extra = own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
+            model = self.vllm_config.model_config
+            choice, like = rules().choice(extra.get(SETTINGS)), torch.empty(0, dtype=model.dtype)
+            length = len(request.prompt_token_ids or ())
+            if is_too_short(choice, length, like):
+                choice, extra[SETTINGS] = rules().choice(EXACT), EXACT
             if choice.text:
                 request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"
-        return request
+        return admit(self, request)
 
-    @functools.wraps(scheduler_of)
-    def get_scheduler_cls(self: Any) -> Any:
-        return ChunkScheduler if self.scheduler_cls is None else scheduler_of(self)
+    @functools.wraps(reset_cache)
+    def reset_prefix_cache(self: Any, *args: Any, **more: Any) -> bool:
+        done: bool = reset_cache(self, *args, **more)
+        if done:
+            self.model_executor.collective_rpc(reset)
+        return done
 
     @functools.wraps(update)
     def update_states(self: Any, scheduler_output: Any) -> Any:
@@ -238,7 +323,7 @@ def install() -> None:
         result, out = update(self, scheduler_output), scheduler_output
         if not hasattr(self, "h2o_prefill"):
             is_ours = not refused(self.vllm_config)
-            self.h2o_prefill = Steps(self.model_config, self.requests) if is_ours else None
+            self.h2o_prefill = Steps(self.vllm_config, self.requests) if is_ours else None
         current = self.h2o_prefill
         if current is not None:
             for request in out.finished_req_ids:
@@ -253,6 +338,9 @@ def install() -> None:
         return kind if refused(vllm_config) else with_steps(kind)
 
     InputProcessor.process_inputs = process_inputs
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+    BaseServing._check_model = check_request
+    EngineCore._initialize_kv_caches = initialize_kv_caches
+    EngineCore.preprocess_add_request = preprocess_add_request
+    EngineCore.reset_prefix_cache = reset_prefix_cache
     GPUModelRunner._update_states = update_states
     model_states.resolve_model_state_cls = resolve_model_state_cls

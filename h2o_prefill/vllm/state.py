@@ -61,17 +61,26 @@ class Checkpoints:
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._states: OrderedDict[bytes, PromptState] = OrderedDict()
-        self._uncounted: list[bytes] = []
+        self._uncounted: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._states)
 
     def put(self, key: bytes, state: PromptState) -> None:
-        """Keep a state, unless one of the same key is there, which is equal."""
-        if key not in self._states:
-            self._states[key] = state
-            self._uncounted.append(key)
+        """Keep a state, in the place of one of the same key: the model's weights may be others."""
+        if self.max_bytes == 0:
+            return
+        if key in self._states and key not in self._uncounted:
+            self.nbytes -= self._states[key].nbytes
+        self._states[key] = state
         self._states.move_to_end(key)
+        self._uncounted.add(key)
+
+    def clear(self) -> None:
+        """Drop all states."""
+        self._states.clear()
+        self._uncounted.clear()
+        self.nbytes = 0
 
     def find(self, key: bytes) -> PromptState | None:
         """Return the state of a key, None if it is not there any more."""

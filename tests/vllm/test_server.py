@@ -1,12 +1,15 @@
 """vLLM's server with the plugin, in processes of its own, asked by OpenAI's client."""
 
+import contextlib
 import functools
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -14,22 +17,26 @@ import psutil
 import pytest
 from engines import CHUNK, OPTIONS, SETTINGS
 
+from h2o_prefill.vllm.counters import Counters, shared_path
+
 LENGTH = 5 * CHUNK + 9
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-# Several processes, as it is served, with counters of their own.
-VARIABLES = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "H2O_PREFILL_COUNTERS": ""}
+# Several processes, as it is served, beside an engine whose environment they inherit.
+VARIABLES = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+VARIABLES |= {"H2O_PREFILL_COUNTERS": shared_path(), "VLLM_LOGGING_LEVEL": "INFO"}
+Counters(shared_path())["sparse_tokens"] = 1e6
 
 
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+@contextlib.contextmanager
+def serve(folder, home, **more):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {name: x for name, x in OPTIONS.items() if not isinstance(x, bool)}
-    options |= {"served_model_name": "tiny", "host": "127.0.0.1", "port": port}
+    options |= {"served_model_name": "tiny", "host": "127.0.0.1", "port": port, **more}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     # Elsewhere, where the sources are not found in the place of what is installed.
-    home, url = tmp_path_factory.mktemp("server"), f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
     with (home / "log").open("w") as log:
         command = [*COMMAND, str(folder), *words, "--enforce-eager"]
         variables = {**VARIABLES, "TMPDIR": str(home)}
@@ -45,6 +52,12 @@ def server(folder, tmp_path_factory):
         process.wait(60)
 
 
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    with serve(folder, tmp_path_factory.mktemp("server")) as served:
+        yield served
+
+
 def _answers(url):
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
@@ -57,6 +70,13 @@ def counters(address):
     with urllib.request.urlopen(f"{address}/metrics") as reply:
         found = re.findall(r"^h2o_prefill_(\w+) (\S+)$", reply.read().decode(), re.MULTILINE)
     return {name: float(value) for name, value in found}
+
+
+def post(url, **body):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)
 
 
 def client_of(address):
@@ -86,8 +106,16 @@ def test_a_server_answers_sparsely_and_shows_it(server, tokens):
         "fast": "h2o_prefill: preset must be one",
         f"{SETTINGS},hevy=1": "hevy",
     }.items():
-        with pytest.raises(openai.BadRequestError, match=message):
-            ask(4, vllm_xargs={"h2o_prefill": wrong})
+        for more in {}, {"stream": True}:
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(4, vllm_xargs={"h2o_prefill": wrong}, **more)
+    beams = {"use_beam_search": True, "n": 2}
+    with pytest.raises(openai.BadRequestError, match="beam search, have no settings of their own"):
+        ask(4, vllm_xargs={"h2o_prefill": "exact"}, **beams)
+    scoring = {"query": [1, 2], "items": [[3]], "label_token_ids": [4, 5]}
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        post(f"{address}/generative_scoring", vllm_xargs={"h2o_prefill": "fast"}, **scoring)
+    assert post(f"{address}/generative_scoring", **scoring)
     assert ask(1) == first
     ask(5, vllm_xargs={"h2o_prefill": f"{SETTINGS},error_rows=8"})
     ask(6)
@@ -111,6 +139,16 @@ def test_a_worker_that_is_killed_ends_in_an_error(server, tokens):
     assert not list(home.glob("h2o_prefill-*"))
     left = [x for x in processes if x.is_running()]
     assert all(x.status() == psutil.STATUS_ZOMBIE for x in left)
+
+
+def test_engines_of_data_parallel_servers_count_together(folder, tmp_path, tokens):
+    with serve(folder, tmp_path, data_parallel_size=2) as (_, address, home):
+        create = client_of(address)
+        for rank in "01":
+            header = {"X-data-parallel-rank": rank}
+            create(prompt=tokens(LENGTH), max_tokens=3, extra_headers=header)
+        assert counters(address)["sparse_tokens_total"] == 2 * LENGTH
+        assert (home / "log").read_text().count("3 of 3 layers ours, steps are cut") == 2
 
 
 def test_an_engine_with_wrong_settings_does_not_start(folder, tmp_path):

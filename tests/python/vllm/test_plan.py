@@ -1,5 +1,7 @@
 """What an engine's steps leave to this library, on plain tensors in the place of an engine."""
 
+import multiprocessing
+import os
 import random
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.state import estimated_kl
-from h2o_prefill.vllm.counters import Counters, read
+from h2o_prefill.vllm.counters import Counters, read, shared_path
 from h2o_prefill.vllm.plan import (
     Choice,
     Planner,
@@ -177,7 +179,7 @@ def test_without_a_state_a_prompt_is_dense_to_its_end(past):
         torch.testing.assert_close(found[layer], expected[past:])
     assert planner.counters["state_misses"] == 1 and planner.counters["state_hits"] == 0
     assert planner.counters["lost_tokens"] == 5 * CHUNK - past
-    assert planner.counters["checkpoint_bytes"] == 0
+    assert planner.counters["checkpoint_bytes"] == len(planner.checkpoints) == 0
 
 
 def test_a_preempted_request_goes_on_from_a_checkpoint_and_prefills_its_answer_densely():
@@ -285,18 +287,62 @@ def test_states_stay_below_a_number_of_bytes():
         Checkpoints(-1)
 
 
-def test_counters_are_summed_over_processes(tmp_path):
-    one, other = Counters(str(tmp_path)), Counters(str(tmp_path))
+def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch, tmp_path):
+    # Inherited from a server that has ended, and from a program that this process was.
+    with (tmp_path / "log").open("w") as other:
+        for inherited in (f"/proc/{os.getpid()}0/fd/3", f"/proc/{os.getpid()}/fd/{other.fileno()}"):
+            monkeypatch.setenv("H2O_PREFILL_COUNTERS", inherited)
+            path = shared_path()
+            assert path != inherited
+    one, other = Counters(path), Counters(path)
     one["sparse_tokens"] += 5
     other["sparse_tokens"] += 7
     other["checkpoint_bytes"] = 3
     other["checkpoint_bytes"] = 2
     for counters, kl in (one, 0.0001), (other, 0.002), (one, 1.5):
         counters.add_prompt(kl)
-    found = read(str(tmp_path))
+    found = read(path)
     assert found["sparse_tokens"] == 12 and found["checkpoint_bytes"] == 2
     assert found["estimated_kl"] == pytest.approx(1.5021)
     assert {name: n for name, n in found.items() if n == 1} == {"0.0001": 1, "0.003": 1, "+Inf": 1}
+    assert shared_path() == path and os.readlink(path).startswith("/memfd:")
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    for name in ("EngineCore_DP1", "VllmWorker-0", "ApiServer_0", "MainProcess", "Process-1"):
+        monkeypatch.setenv("H2O_PREFILL_COUNTERS", path)
+        monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+        assert (shared_path() == path) == (name not in {"MainProcess", "Process-1"})
+
+
+def test_each_prompt_is_estimated_once_when_it_is_prefilled():
+    planner, text = make_planner("recommended"), tokens_of(3 * CHUNK)
+    run(planner, make_prompt(planner, text, "a client that leaves"), [2 * CHUNK])
+    planner.forget("a client that leaves")
+    assert planner.counters["estimated_kl"] == 0
+    prompt = make_prompt(planner, text)
+    run(planner, prompt, [3 * CHUNK])
+    step(planner, (prompt, 3 * CHUNK, 3 * CHUNK + 1))
+    once = planner.counters["estimated_kl"]
+    # Preempted after two tokens.
+    step(planner, (prompt, CHUNK, 3 * CHUNK + 2), tokens=[*text, 1, 2])
+    planner.forget(prompt.request)
+    assert planner.counters["estimated_kl"] == once > 0
+
+
+def test_states_of_other_weights_are_replaced_and_dropped(monkeypatch):
+    planner, text = make_planner(), tokens_of(3 * CHUNK)
+    run(planner, make_prompt(planner, text), [CHUNK])
+    planner.plan([])
+    size = planner.checkpoints.nbytes
+    monkeypatch.setattr(f"{__name__}.OF_TOKEN", [[-x for x in layer] for layer in OF_TOKEN])
+    expected = run(planner, make_prompt(planner, text, "b"), [CHUNK, 3 * CHUNK])
+    again = run(planner, make_prompt(planner, text, "c"), [3 * CHUNK], past=CHUNK)
+    assert again.equal(expected[:, CHUNK:])
+    planner.plan([])
+    assert planner.checkpoints.nbytes == 3 * size
+    planner.reset()
+    assert len(planner) == len(planner.checkpoints) == planner.checkpoints.nbytes == 0
+    run(planner, make_prompt(planner, text, "d"), [3 * CHUNK], past=CHUNK)
+    assert planner.counters["state_misses"] == 1
 
 
 def test_prompts_for_which_dense_attention_is_faster():
