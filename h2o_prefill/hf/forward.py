@@ -46,8 +46,8 @@ OWN_PADDING = (
 )
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
 OTHER_TEXT = (
-    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front, "
-    "torch.cat([cache.token_ids, input_ids], dim=1), or pass another cache"
+    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
+    "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
 )
 
 ALL_ROWS = slice(None)
