@@ -173,7 +173,7 @@ class PrefillConfig:
             raise ValueError(f"layers of dense_layers must be < {layers}, got {self.dense_layers}")
 
     @_cached
-    def with_min_prefill(self, tokens: int) -> PrefillConfig:
+    def with_min_prefill(self, tokens: int | str) -> PrefillConfig:
         """Return the settings of a prompt whose open `min_prefill` was resolved."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The open settings have warned already.

@@ -18,7 +18,8 @@ _known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
 def check_ids(token_ids: Tensor, model: Any) -> None:
     """Raise ValueError unless token ids, of any shape, are ints of a model's vocabulary."""
-    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    vocabulary = config and getattr(config.get_text_config(decoder=True), "vocab_size", None)
     kind = token_ids.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise ValueError(f"input_ids must be ints, got {token_ids.dtype}")

@@ -84,5 +84,4 @@ def _default_context(network: Any, tokens: torch.Tensor, repeats: int) -> int:
     with torch.no_grad():
         seconds = PromptForward(network).prefill(tokens[None, :2000].to(network.device))
     # At 8,000 tokens of SmolLM2-135M, one prefill of each kind takes 18 times as long in all.
-    fast = seconds * 18 * (repeats + 2) < 180
-    return 8000 if fast and len(tokens) >= 8000 else 4096
+    return 8000 if len(tokens) >= 8000 and seconds * 18 * (repeats + 2) < 180 else 4096

@@ -220,7 +220,7 @@ def run_ablation(
             failed[why] = error
             warn(f"a cell failed, {why}")
         else:
-            named = config, config.replace(min_prefill=config.min_prefill or AUTO)
+            named = config, config.with_min_prefill(config.min_prefill or AUTO)
             measured["preset"] = min((x.to_string() for x in named), key=len)
             rows[key] = {"cell": key, **measured}
             table.add_row(rows[key], path)
