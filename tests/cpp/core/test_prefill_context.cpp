@@ -85,7 +85,7 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
 template <typename T>
 constexpr bool kHasNoCopies = !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
 static_assert(kHasNoCopies<PrefillContext> && kHasNoCopies<ChunkedKVCache> &&
-              kHasNoCopies<MemorySetTracker> && kHasNoCopies<CompactPast> &&
+              kHasNoCopies<MemorySetTracker> &&
               kHasNoCopies<Sampler> && kHasNoCopies<PackageSession> && kHasNoCopies<Answer>);
 
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {

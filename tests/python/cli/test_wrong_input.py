@@ -74,7 +74,7 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", ["compare", "ppl", "calibrate", "ablate", "retrieve", "visualize", "generate"]
+    "command", ["compare", "ppl", "ablate", "retrieve", "visualize", "generate"]
 )
 def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line(
     run, refused, small_commands, tiny, tmp_path, monkeypatch, command
