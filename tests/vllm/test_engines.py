@@ -3,7 +3,6 @@
 import functools
 import gc
 import json
-import logging
 import random
 from types import SimpleNamespace
 
@@ -32,10 +31,13 @@ from h2o_prefill.vllm.state import PromptState
 LENGTH = 7 * CHUNK + 45
 
 
-@pytest.fixture(autouse=True)
-def logged(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.h2o_prefill")
+@pytest.fixture
+def logged(monkeypatch):
+    """Return what the plugin logs: vLLM sets up its loggers anew with its first engine."""
+    lines = []
+    for name in ("info", "warning", "warning_once"):
+        monkeypatch.setattr(runner.logger, name, lambda text, *args: lines.append(text % args))
+    return lines
 
 
 @pytest.mark.parametrize("settings", [None, "exact"])
@@ -184,10 +186,10 @@ def test_only_ranks_of_one_model_are_refused(make_engine, folder, monkeypatch):
     assert runner.refused(config) == "2 ranks"
 
 
-def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, caplog):
+def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, logged):
     engine = make_engine(folder, max_num_batched_tokens=CHUNK)
-    assert "have no room for a chunk of 128" in caplog.text
-    assert "3 of 3 layers ours, steps are not cut" in caplog.text
+    assert "have no room for a chunk of 128" in str(logged)
+    assert "3 of 3 layers ours, steps are not cut" in str(logged)
     _, counted = engine.counted(tokens(LENGTH))
     assert counted == {"sparse_tokens": LENGTH}
 
@@ -222,39 +224,39 @@ def test_states_end_with_the_weights_that_made_them(make_engine, folder, tokens,
     assert found.cached == 4 * CHUNK and found.logprobs.equal(alone.logprobs)
 
 
-def test_without_a_prefix_cache_no_states_are_kept(make_engine, folder, tokens, caplog):
+def test_without_a_prefix_cache_no_states_are_kept(make_engine, folder, tokens, logged):
     engine = make_engine(folder, enable_prefix_caching=False)
-    assert "3 of 3 layers ours, steps are cut, up to 0 MiB of states" in caplog.text
+    assert "3 of 3 layers ours, steps are cut, up to 0 MiB of states" in str(logged)
     _, counted = engine.counted(tokens(LENGTH))
     assert counted == {"sparse_tokens": LENGTH} and len(engine.planner.checkpoints) == 0
 
 
-def test_pages_that_do_not_divide_a_chunk_are_told(make_engine, folder, tokens, caplog):
+def test_pages_that_do_not_divide_a_chunk_are_told(make_engine, folder, tokens, logged):
     engine = make_engine(folder, block_size=96)
-    assert "pages of 96 tokens do not divide a chunk of 128" in caplog.text
+    assert "pages of 96 tokens do not divide a chunk of 128" in str(logged)
     engine.ask(tokens(LENGTH))
     assert engine.ask(tokens(LENGTH - CHUNK) + tokens(2 * CHUNK, 1)).cached == 6 * CHUNK
 
 
-def test_without_settings_the_plugin_does_nothing(monkeypatch, caplog):
+def test_without_settings_the_plugin_does_nothing(monkeypatch, logged):
     monkeypatch.delenv("H2O_PREFILL_SETTINGS")
     monkeypatch.setattr(runner, "install", None)
     register.__wrapped__()
-    assert caplog.messages == ["h2o_prefill: H2O_PREFILL_SETTINGS is not set: it does nothing"]
+    assert logged == ["h2o_prefill: H2O_PREFILL_SETTINGS is not set: it does nothing"]
 
 
-def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, caplog):
+def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, logged):
     gather = backend.gather
     monkeypatch.setattr(backend, "gather", lambda *given: [x.flip(3) for x in gather(*given)])
     engine = make_engine(folder)
-    assert "pages of another layout: attention stays vLLM's" in caplog.text
+    assert "pages of another layout: attention stays vLLM's" in str(logged)
     answer, counted = engine.counted(tokens(LENGTH))
     assert counted == {} and type(engine.scheduler) is Scheduler
     assert answer.tokens == engine.ask(tokens(LENGTH), settings="dense").tokens
 
 
 @pytest.mark.parametrize("kind", ["windows", "softcap", "hybrid"])
-def test_models_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind, caplog):
+def test_models_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind, logged):
     if kind == "windows":
         save(tmp_path, MistralConfig(**SIZES, sliding_window=200), MistralForCausalLM)
     elif kind == "softcap":
@@ -265,8 +267,8 @@ def test_models_that_are_refused_stay_vllms(make_engine, tmp_path, tokens, kind,
         sizes = {**SIZES, "layer_types": layers, "conv_dim": 128, "block_dim": 128}
         save(tmp_path, Lfm2Config(**sizes), Lfm2ForCausalLM)
     engine = make_engine(tmp_path)
-    assert "attention stays vLLM's" in caplog.text
-    assert "0 of 3 layers ours, all is vLLM's" in caplog.text
+    assert "attention stays vLLM's" in str(logged)
+    assert "0 of 3 layers ours, all is vLLM's" in str(logged)
     assert type(engine.scheduler) is Scheduler
     shared, core = tokens(704), engine.llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
