@@ -148,11 +148,11 @@ def test_set_attn_implementation_back_and_forth(llama, ids):
 
 @pytest.mark.parametrize("how", ["by name", "from the config of an enabled one"])
 def test_a_named_model_is_dense_until_it_is_enabled(build, make_ids, sparse_layers, how):
-    llama, ids = build("llama"), make_ids(1, 1100)
+    llama, ids = build("llama", max_position_embeddings=2048), make_ids(1, 1100)
     stock = llama(ids).logits
     if how == "by name":
         register()
-        named = build("llama", NAME)
+        named = build("llama", NAME, max_position_embeddings=2048)
     else:
         with enable(llama, **SPARSE):
             named = transformers.LlamaForCausalLM(copy.deepcopy(llama.config)).eval()
