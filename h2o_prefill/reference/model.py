@@ -10,6 +10,7 @@ The parameters have the names of Hugging Face's Llama, so its state dict loads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,8 @@ class Prompt:
     # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], errors [1, Hkv, 4].
     state: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     last_chunk_begin: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    recalled: tuple[Any, Any, Any] = ops.NO_RECALL  # lists of the last call
 
 
 class ChunkedSparseAttentionLayer(nn.Module):
@@ -92,13 +95,14 @@ class ChunkedSparseAttentionLayer(nn.Module):
         q, k = apply_rope_global(q, k, 0, q.shape[1], frequencies, begin=past)
         populate_kv_cache(prompt.cache[layer], k, v, 0, k.shape[1], begin=past)
         keys, values = prompt.cache[layer, :, None, :, : past + k.shape[1]]
-        if settings is None:
+        config = None if settings is None else read_settings(settings).of_layer(layer)
+        if config is None or config.exact or layer in config.dense_layers:
             return ops.dense_attention(q[None], keys, values)[0]
         scores, memory, errors = prompt.state.get(layer, (None, None, None))
         out, *state = ops.chunked_sparse_attention(
-            *(q[None], keys, values, scores, memory, *ops.NO_RECALL),
+            *(q[None], keys, values, scores, memory, *prompt.recalled),
             prompt.last_chunk_begin,
-            read_settings(settings).of_layer(layer),
+            config,
             errors=errors,
         )
         prompt.state[layer] = (state[0], state[1], state[2])
@@ -141,6 +145,11 @@ class ChunkedSparseTransformer(nn.Module):
         With settings the call is a sparse prefill; without, it is dense over the whole cache.
         """
         hidden = self.embed_tokens(input_ids)
+        prompt.token_ids += input_ids.tolist()
+        prompt.recalled = ops.NO_RECALL
+        if settings is not None and read_settings(settings).recall > 0:
+            every = torch.tensor([prompt.token_ids])
+            prompt.recalled = ops.lexical_recall(every, prompt.length, settings)
         for layer in self.layers:
             hidden = layer(hidden, prompt, settings)
         if settings is not None and len(input_ids):

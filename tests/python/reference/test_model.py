@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import h2o_prefill
 from h2o_prefill import PrefillConfig
 from h2o_prefill.reference import ChunkedSparseTransformer, TransformerConfig, chunked_prefill
 
@@ -67,27 +68,54 @@ def test_decode_attends_to_everything_and_leaves_scores_and_sets_alone(model):
         assert all(map(torch.equal, prompt.state[layer], before.state[layer]))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_dense_model_is_the_llama_of_transformers(tied):
+@pytest.fixture
+def llama():
+    """Make a model, and the Llama of transformers with its weights."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    ours = TransformerConfig(tie_embeddings=tied)
-    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **{name: getattr(ours, name) for name in same},
-            num_hidden_layers=ours.num_layers,
-            num_attention_heads=ours.num_heads,
-            num_key_value_heads=ours.num_kv_heads,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-        )
-    ).eval()
-    model = ChunkedSparseTransformer(ours)
-    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
-    model.load_state_dict(weights)
+
+    def make(tied):
+        torch.manual_seed(0)
+        ours = TransformerConfig(tie_embeddings=tied)
+        same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
+        theirs = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **{name: getattr(ours, name) for name in same},
+                num_hidden_layers=ours.num_layers,
+                num_attention_heads=ours.num_heads,
+                num_key_value_heads=ours.num_kv_heads,
+                tie_word_embeddings=tied,
+                initializer_range=0.3,
+            )
+        ).eval()
+        model = ChunkedSparseTransformer(ours)
+        state = theirs.state_dict().items()
+        model.load_state_dict({name.removeprefix("model."): value for name, value in state})
+        return model, theirs
+
+    return make
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dense_model_is_the_llama_of_transformers(llama, tied):
+    model, theirs = llama(tied)
     ids = random_ids(3 * S + 5)
     with torch.no_grad():
         expected = theirs(ids[None]).logits[0]
     assert_equal(run(model, ids, (len(ids), None))[0], expected, atol=1e-4)
     assert (chunked_prefill(model, ids, CONFIG) - expected).abs().max() > 1e-2
+
+
+RECALL = CONFIG.replace(recall=2, recall_block=8)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, RECALL, RECALL.replace(dense_layers=(0,), dense_tail=3), "exact"]
+)
+def test_a_sparse_model_is_the_enabled_llama(llama, config):
+    model, theirs = llama(True)
+    ids = random_ids(5 * S + 5) % 30
+    with h2o_prefill.enable(theirs, config), torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    assert_equal(chunked_prefill(model, ids, config), expected, atol=1e-4)
+    if config is RECALL:
+        assert (chunked_prefill(model, ids, CONFIG) - expected).abs().max() > 1e-2
