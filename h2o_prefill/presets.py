@@ -42,7 +42,9 @@ def chosen_config(
     if config is None or isinstance(config, str):
         config = PrefillConfig.parse(DEFAULT_PRESET if config is None else config)
     elif not isinstance(config, PrefillConfig):
+        hint = ": pass a tokenizer as tokenizer=" if hasattr(config, "batch_decode") else ""
         raise ValueError(
-            f"config must be a PrefillConfig or the name of a preset, got {type(config).__name__}"
+            "config must be a PrefillConfig or the name of a preset, got "
+            f"{type(config).__name__}{hint}"
         )
     return config.with_fields(**(overrides or {}))

@@ -1,4 +1,4 @@
-"""The text of a vocabulary, by which lexical recall finds what tokens alone do not repeat."""
+"""Vocabularies: the ids that a model takes, and the text by which lexical recall finds more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,28 @@ _MOST_CHARACTERS = 32
 _known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
 
+def check_ids(token_ids: Tensor, model: Any) -> None:
+    """Raise ValueError unless token ids, of any shape, are ints of a model's vocabulary."""
+    config: Any = getattr(model, "config", None)
+    vocabulary = config and getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids must be ints, got {token_ids.dtype}")
+    if vocabulary is not None and token_ids.numel() > 0:
+        for wrong in (int(x) for x in token_ids.aminmax()):
+            if not 0 <= wrong < vocabulary:
+                rule = f"input_ids must be in [0, {vocabulary})"
+                raise ValueError(f"{rule}, got {wrong} (of another tokenizer?)")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise ValueError for what is neither a tokenizer of transformers nor None."""
+    if tokenizer is not None and not hasattr(tokenizer, "batch_decode"):
+        raise ValueError(f"tokenizer must be a tokenizer of transformers, got {tokenizer!r:.40}")
+
+
 def text_for(tokenizer: Any, config: PrefillConfig) -> Tensor | None:
     """Return what recall with these settings needs of a tokenizer, None if that is nothing."""
+    check_tokenizer(tokenizer)
     wanted = config.recall > 0 and config.recall_characters > 0 and tokenizer is not None
     return token_text(tokenizer) if wanted else None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import format_change, relative_difference, score_window
+from h2o_prefill.eval.windows import scored_rows
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,
@@ -30,6 +31,7 @@ from h2o_prefill.generation.runs import (
 )
 from h2o_prefill.generation.text import encode
 from h2o_prefill.profile import settings_name
+from h2o_prefill.vocabulary import check_tokenizer
 
 # What a tokenizer returns for a text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -129,6 +131,7 @@ def compare(
     from h2o_prefill.hf.enable import paused
 
     with paused(model) as handle, torch.no_grad(), eval_mode(model):
+        check_tokenizer(tokenizer)
         input_ids = _read_prompt(inputs, tokenizer).to(next(model.parameters()).device)
         tokens = input_ids.shape[1]
         modes = _modes(model, handle, config, tokenizer, tokens)
@@ -154,7 +157,7 @@ def compare(
                 own = logits
                 changes[name] = 0.0, 0.0, 0.0
             else:
-                scores = score_window(own, logits, input_ids[0], range(tokens - 1))
+                scores = score_window(own, logits, input_ids[0], scored_rows("gptq", tokens))
                 scores.check_finite("the prompt")
                 nll = scores.dense_nll.unsqueeze(0), scores.sparse_nll.unsqueeze(0)
                 changes[name] = scores.kl.double().mean().item(), *relative_difference(*nll)
@@ -223,6 +226,8 @@ def _read_prompt(inputs: Any, tokenizer: Any) -> Tensor:
             raise ValueError("inputs must be a prompt without padding")
         if others := sorted(set(inputs) - _OF_TEXT):
             raise ValueError(f"inputs must be the tokens of a text alone, got {others} too")
+        if "input_ids" not in inputs:
+            raise ValueError(f"inputs must hold input_ids, got {sorted(inputs)}")
         inputs = inputs["input_ids"]
     try:
         return prompt_ids(torch.as_tensor(inputs))

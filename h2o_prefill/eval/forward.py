@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from h2o_prefill.vocabulary import check_ids
+
 _PROBE_TOKENS = 8
 
 
@@ -58,6 +60,7 @@ class PromptForward:
         return self._timed(input_ids, **self._last_only)[1]
 
     def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
+        check_ids(input_ids, self._model)
         _synchronize(input_ids.device)
         start = time.perf_counter()
         output = self._model(input_ids=input_ids, **options)
@@ -88,7 +91,10 @@ class PromptForward:
 
 
 def _logits(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None:
+        raise ValueError(f"model must have a head that returns logits, got {type(output).__name__}")
+    return logits
 
 
 def _synchronize(device: torch.device) -> None:

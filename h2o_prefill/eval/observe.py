@@ -19,6 +19,7 @@ from h2o_prefill.hf.dense import attend_densely
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.vocabulary import check_ids
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
@@ -33,6 +34,7 @@ def observe_prompt(
     model: PreTrainedModel, prompt: Tensor, observe: Observer, dense_layers: tuple[int, ...]
 ) -> None:
     """Run a prompt, int64 [1, T], densely and without a cache, under `observe_attention`."""
+    check_ids(prompt, model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, dense_layers):
         model(prompt, use_cache=False, **last_logits_only(model))
 

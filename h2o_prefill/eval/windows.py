@@ -26,7 +26,10 @@ def scored_rows(protocol: str, context: int) -> range:
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}")
-    return range(context // 2 if protocol == "llamacpp" else 0, context - 1)
+    rows = range(context // 2 if protocol == "llamacpp" else 0, context - 1)
+    if not rows:
+        raise ValueError(f"a window must hold a token to score, got a length of {context}")
+    return rows
 
 
 def first_token(tokenizer: object, protocol: str) -> int | None:

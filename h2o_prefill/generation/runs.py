@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.profile import settings_of
+from h2o_prefill.vocabulary import check_ids
 
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -71,7 +72,9 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_length(model: nn.Module, length: int, argument: str) -> None:
-    """Raise ValueError for a prompt longer than the model's `max_position_embeddings`."""
+    """Raise ValueError for a prompt longer than the model takes, or a model without weights."""
+    if next(model.parameters()).is_meta:
+        raise ValueError("model must have weights, got one on the meta device")
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and length > longest:
         raise ValueError(
@@ -106,12 +109,14 @@ def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options:
 
     Decoding is dense. Padded batches need an `attention_mask` among the options.
     """
+    check_ids(input_ids, model)
     input_ids = input_ids.to(next(model.parameters()).device)
+    greedy = {"do_sample": False, "return_dict_in_generate": False}
     return model.generate(
         input_ids,
         max_new_tokens=new_tokens,
         use_cache=True,
-        **{"attention_mask": torch.ones_like(input_ids), "do_sample": False, **options},
+        **{"attention_mask": torch.ones_like(input_ids), **greedy, **options},
     )
 
 
@@ -123,10 +128,11 @@ def end_tokens(model: Any) -> list[int]:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode for a block."""
-    was_training = model.training
+    """Put a model into eval mode for a block; then each module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode

@@ -32,6 +32,7 @@ from h2o_prefill.hf.parallel import (
     versions,
 )
 from h2o_prefill.profile import settings_of
+from h2o_prefill.vocabulary import check_ids
 
 
 def chunked_prefill(
@@ -230,7 +231,7 @@ def _read_prompt(
 ) -> tuple[str, Tensor, Tensor | None]:
     """Return the argument's name, the tokens [B, T] or [B, T, hidden], the mask [B, T_total]."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
-        prompt, given = prompt["input_ids"], prompt.get("attention_mask")
+        prompt, given = prompt.get("input_ids"), prompt.get("attention_mask")
         attention_mask = given if attention_mask is None else attention_mask
     if (prompt is None) == (inputs_embeds is None):
         raise ValueError("either input_ids or inputs_embeds must be given")
@@ -241,7 +242,8 @@ def _read_prompt(
     if tokens.ndim != what.count(",") + 1 or tokens.shape[1] == 0:
         raise ValueError(f"{name} must be {what} with T >= 1, got {list(tokens.shape)}")
     if name == "input_ids":
-        _check_ids(tokens, model)
+        # Of several processes only the one that embeds would raise, and the others would wait.
+        check_ids(tokens, model)
     if attention_mask is None:
         return name, tokens, None
     mask = token_rows(attention_mask, tokens.device)
@@ -251,18 +253,6 @@ def _read_prompt(
     if list(mask.shape) != expected:
         raise ValueError(f"attention_mask must be {expected}, got {list(mask.shape)}")
     return name, tokens, mask
-
-
-def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
-    # Of several processes only the one that embeds would raise, and the others would wait for it.
-    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"input_ids must be ints, got {tokens.dtype}")
-    if vocabulary is not None and tokens.numel() > 0:
-        lowest, highest = (int(x) for x in tokens.aminmax())
-        if lowest < 0 or highest >= vocabulary:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:

@@ -37,6 +37,8 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
 ):
     steps = []
     tiny_model.train()
+    tiny_model.model.layers[0].eval()
+    tiny_model.generation_config.return_dict_in_generate = True
     result = compare(
         tiny_model,
         {"input_ids": ids[None], "attention_mask": torch.ones(1, 64)},
@@ -45,7 +47,10 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
         max_new_tokens=5,
         on_progress=lambda done, total, what: steps.append((done, total)),
     )
-    assert tiny_model.training and enabled_of(tiny_model.config) is None
+    assert enabled_of(tiny_model.config) is None
+    layer = set(tiny_model.model.layers[0].modules())
+    assert all(module.training == (module not in layer) for module in tiny_model.modules())
+    tiny_model.generation_config.return_dict_in_generate = False
     assert prefills == [None, "exact", small_config.to_string()] * 3
     assert steps == [(done, 15) for done in range(16)]
     own, exact, sparse = result.runs
@@ -125,6 +130,16 @@ MASK = torch.ones(1, 64, dtype=torch.int64)
             {"inputs": {"input_ids": MASK, "pixel_values": 0}},
             "text alone, got .'pixel_values'. too",
         ),
+        (
+            {"inputs": {"attention_mask": MASK}},
+            r"inputs must hold input_ids, got .'attention_mask'",
+        ),
+        ({"inputs": MASK * 257}, r"input_ids must be in \[0, 257\), got 257 .of another"),
+        (
+            {"inputs": [1], "config": "exact"},
+            "a window must hold a token to score, got a length of 1",
+        ),
+        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
         ({"repeats": 0}, "repeats must be >= 1 and an int, got 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be >= 1 and an int, got True"),
         ({"config": "best"}, "preset must be one of"),
@@ -136,3 +151,10 @@ def test_wrong_arguments_leave_an_enabled_model_enabled(tiny_model, small_config
         with pytest.raises(ValueError, match=message):
             compare(tiny_model, **{**given, **changes})
         assert handle.active
+
+
+def test_a_model_without_logits_or_weights_is_refused(tiny):
+    with pytest.raises(ValueError, match="a head that returns logits, got BaseModelOutput"):
+        compare(tiny.make_model().model, torch.arange(64), config="exact")
+    with pytest.raises(ValueError, match="model must have weights"):
+        compare(tiny.make_model().to("meta"), torch.arange(64), config="exact")

@@ -50,6 +50,13 @@ WRONG = {
         ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
         ({"dataset": " \n"}, "dataset must not be empty text"),
         ({"tokenizer": None}, "a tokenizer must be given"),
+        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
+        ({"dataset": _ids(300) * 257}, r"input_ids must be in \[0, 257\), got 257"),
+        ({"dataset": _ids(300) - 2}, r"input_ids must be in \[0, 257\), got -1"),
+        (
+            {"chunk_config": "exact", "context": 2, "protocol": "llamacpp"},
+            "a window must hold a token to score, got a length of 2",
+        ),
     ],
     "ablation": [
         ({"axes": {"chunks": [1]}}, "axes must be fields of PrefillConfig.*got 'chunks'"),
@@ -69,6 +76,7 @@ WRONG = {
             r"dense_layers must leave a layer after the first sparse, got \(1,\)",
         ),
         ({"windows": "0:99"}, "windows must be a slice within 0:28"),
+        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers"),
     ],
     "retrieval": [
         ({"tasks": ["cwe"]}, r"tasks must be of \('single', .* got 'cwe'"),
@@ -88,6 +96,7 @@ WRONG = {
     ],
     "attention": [
         ({"input_ids": _ids(1)}, "input_ids must hold at least two tokens, got 1"),
+        ({"input_ids": _ids(64) * 257}, r"input_ids must be in \[0, 257\), got 257"),
         ({"input_ids": _ids(1, 513)}, "input_ids must be <= 512, .* got 513"),
         ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
         ({"chunk_config": CONFIG.replace(dense_layers=(7,))}, r"dense_layers must be < 2, got \(7"),
@@ -111,13 +120,13 @@ def evaluate(tiny_model, tiny_tokenizer, tmp_path):
     """Run an evaluation by its name, with changed arguments; it may write into `out`."""
     folders = {"ablation": "output", "patterns": "output_dir"}
 
-    def run(name, **changes):
+    def run(name, model=tiny_model, **changes):
         function, given = EVALUATIONS[name]
         if not {"input_ids", "seq_lengths"} & set(given):
             given = {**given, "tokenizer": tiny_tokenizer}
         if name in folders:
             given = {**given, folders[name]: tmp_path / "out"}
-        return function(tiny_model, **{**given, **changes})
+        return function(model, **{**given, **changes})
 
     return run
 
@@ -145,6 +154,15 @@ def test_models_that_are_sparse_or_cannot_be_are_refused(evaluate, tiny_model, t
     with pytest.warns(UserWarning, match=message) if warns else refused:
         evaluate(name)
     assert tiny_model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_models_without_weights_or_logits_are_refused(evaluate, tiny, name):
+    with pytest.raises(ValueError, match="model must have weights, got one on the meta device"):
+        evaluate(name, tiny.make_model().to("meta"))
+    if name in ("perplexity", "ablation"):
+        with pytest.raises(ValueError, match="a head that returns logits, got BaseModelOutput"):
+            evaluate(name, tiny.make_model().model)
 
 
 OF_PROFILE = {

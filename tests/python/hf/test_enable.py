@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,11 @@ def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
     ("arguments", "message"),
     [
         ({"config": {"chunk_size": 16}}, r"config must be .* the name of a preset, got dict"),
+        (
+            {"config": SimpleNamespace(batch_decode=0)},
+            "SimpleNamespace: pass a tokenizer as tokenizer=",
+        ),
+        ({"config": "h2o", "tokenizer": "smollm2"}, "must be a tokenizer of .*, got 'smollm2'"),
         ({"dense_layers": (2,)}, r"layers of dense_layers must be < 2, got \(2,\)"),
         ({"dense_layers": (0, 5)}, r"layers of dense_layers must be < 2, got \(0, 5\)"),
         ({"wide": ((0, 2), (5, 2))}, r"layers of wide must be < 2, got \(\(0, 2\), \(5, 2\)\)"),

@@ -83,6 +83,7 @@ TWO = {"input_ids": [1, 2]}
     ("arguments", "message"),
     [
         ({}, "either input_ids or inputs_embeds must be given"),
+        ({"input_ids": {"attention_mask": [1]}}, "either input_ids or inputs_embeds must be given"),
         ({"input_ids": [[1, 2], [3]]}, "lists of ints of equal length"),
         ({"input_ids": ["a"]}, "lists of ints of equal length"),
         ({"input_ids": torch.zeros(1, 1, 72)}, r"input_ids must be \[B, T\] with T >= 1, got \["),
