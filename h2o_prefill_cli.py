@@ -15,7 +15,7 @@ def main() -> None:
         needed = f"error: the command line needs the package {error.name}: "
         sys.exit(f"{needed}pip install 'h2o_prefill[eval]'")
     except ImportError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
     app(prog_name="h2o-prefill")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from h2o_prefill._errors import first_line
 from h2o_prefill.cli.console import interrupted, remember_interrupt, stderr
 
 # Errors that the library raises on purpose. Any other is a bug and keeps its traceback.
@@ -71,7 +72,7 @@ def _explain(error: Any) -> tuple[int | None, str]:
     """Return the exit code of an expected error, None for any other, and its line."""
     if isinstance(error, typer.Abort):
         return 130, f"interrupted: {error}"
-    text = str(error)
+    text = first_line(error)
     # Some versions of typer carry their own copy of click, so its errors are known by this method.
     if hasattr(error, "format_message"):
         code, text = error.exit_code, error.format_message()
@@ -84,4 +85,4 @@ def _explain(error: Any) -> tuple[int | None, str]:
     if isinstance(error, OSError) and error.strerror:
         # Without the number that Python puts in front.
         text = error.strerror + (f": {error.filename!r}" if error.filename else "")
-    return code, f"error: {' '.join(text.split()) or type(error).__name__}"
+    return code, f"error: {' '.join(text.split())}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill._atomic_write import replaced_file
+from h2o_prefill._errors import first_line
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -163,7 +164,7 @@ def answer_prompts(
         try:
             found = result()
         except FAILURES as error:
-            found = [{"error": _one_line(error)}] * len(batches[number])
+            found = [{"error": first_line(error)}] * len(batches[number])
         add(zip(batches[number], found, strict=True))
     step("done")
     ordered = {name: rows[name] for name in prompts}
@@ -181,7 +182,7 @@ def _answer_batch(
         return _generate(held, *shared, prompts)
     except FAILURES as error:
         if len(prompts) == 1:
-            return [{"error": _one_line(error)}]
+            return [{"error": first_line(error)}]
     # Outside of the handler, which holds on to the memory of the batch.
     alone = LoadedModel(held.network, held.tokenizer)
     return [row for one in prompts for row in _answer_batch(alone, shared, [one])]
@@ -254,6 +255,8 @@ def _batches(
 def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, dict[str, Any]]:
     """Return the answers that a file has, and leave nothing else in it; make it if necessary."""
     rows: dict[PromptId, dict[str, Any]] = {}
+    if path.exists() and not path.is_file():
+        raise ValueError(f"output must be a file that can be read again, got {str(path)!r}")
     held = path.read_bytes() if path.exists() else b""
     try:
         lines = whole_lines(held, b'{"id": ')
@@ -307,7 +310,3 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def _replace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with replaced_file(path) as scratch:
         scratch.write_bytes(_lines(rows))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

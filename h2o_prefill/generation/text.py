@@ -13,9 +13,11 @@ from torch import Tensor
 
 from h2o_prefill._errors import first_line
 from h2o_prefill.generation.hub import OUT_OF_REACH, offline_unless_reachable
+from h2o_prefill.vocabulary import check_tokenizer
 
 DATASETS = ("wikitext2", "pydoc")
 WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"
+_MOST_CHARACTERS = 2**28
 _HUB_WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 
 
@@ -72,6 +74,7 @@ def file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpu
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """Tokenise a text as a whole, with the tokenizer's own special tokens; int64 [tokens]."""
+    check_tokenizer(tokenizer)
     # verbose=False: the text may be longer than the model takes.
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
@@ -84,9 +87,12 @@ def read_text(path: str | os.PathLike[str], argument: str) -> str:
     if not path.exists():
         raise FileNotFoundError(f"{argument}: no such file: {str(path)!r}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MOST_CHARACTERS + 1)  # a device or a pipe may have no end
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} must be UTF-8 text, got {str(path)!r}: {error}") from error
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{argument} must have <= {_MOST_CHARACTERS} characters: {str(path)!r}")
     if "\0" in text:
         raise ValueError(f"{argument} must be UTF-8 text, got the binary file {str(path)!r}")
     if not text.strip():

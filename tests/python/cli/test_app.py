@@ -69,3 +69,23 @@ def test_mistakes_of_ours_and_debug_show_the_traceback(run, monkeypatch):
     assert done.exit_code == 1
     monkeypatch.setenv("H2O_PREFILL_DEBUG", "1")
     assert isinstance(run("ppl", "--windows", "x").exception, ValueError)
+
+
+def test_errors_of_several_lines_are_one(run, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("CUDA error: unknown\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr("h2o_prefill.generation.load_text", broken)
+    assert run("ppl").stderr == "error: CUDA error: unknown\n"
+
+    class Broken:
+        @property
+        def app(self):
+            raise ImportError("libtorch.so:\nundefined symbol")
+
+    monkeypatch.setitem(sys.modules, "h2o_prefill.cli.app", Broken())
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as said:
+        h2o_prefill_cli.main()
+    signal.signal(signal.SIGINT, handler)
+    assert said.value.code == "error: libtorch.so: undefined symbol"

@@ -56,10 +56,15 @@ def test_json_on_stdout_is_nothing_but_json(run, small_commands, tmp_path, comma
     assert not Path("-").exists()
 
 
-def test_a_full_disk_is_one_line(run):
+def test_a_full_disk_is_one_line(run, refused, small_commands, tmp_path):
     done = run("info", "--json", "/dev/full")
     assert done.exit_code == 1
     assert done.stderr == "error: cannot write '/dev/full': No space left on device\n"
+    # Answers are read again: a device would have no end.
+    (tmp_path / "in.jsonl").write_text('{"prompt": "words"}')
+    files = ("--input", tmp_path / "in.jsonl", "--output", "/dev/full")
+    done = run(*small_commands["generate"], *files)
+    refused(done, "output must be a file that can be read again")
 
 
 def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path):

@@ -121,7 +121,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error(
 
     def no_memory(held, config, new, ids):
         if any(len(one) == len(prompts["p3"]) for one in ids):
-            raise RuntimeError("no\nmemory")
+            raise RuntimeError("no memory\nand a backtrace")
         return generate(held, config, new, ids)
 
     with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import sys
 import time
 
@@ -46,6 +47,15 @@ def test_what_is_not_text_is_refused(tmp_path, monkeypatch):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_text(text_file=tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr("h2o_prefill.generation.text._MOST_CHARACTERS", 10)
+        with pytest.raises(ValueError, match="text_file must have <= 10 characters: '/dev/zero'"):
+            load_text(text_file="/dev/zero")
+        reader, writer = os.pipe()
+        os.write(writer, b"ten\r\nchars")
+        os.close(writer)
+        assert load_text(text_file=f"/dev/fd/{reader}").text == "ten\nchars"
+        os.close(reader)
     with pytest.raises(ValueError, match="text_file must be a text file, got the folder"):
         load_text(text_file=tmp_path)
     with pytest.raises(FileNotFoundError, match="text_file: no such file"):
