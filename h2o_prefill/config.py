@@ -198,7 +198,7 @@ class PrefillConfig:
                 raise ValueError(f"KV heads of {name} must be < {kv_heads}, got {given}")
 
     @_cached
-    def with_min_prefill(self, tokens: int) -> PrefillConfig:
+    def with_min_prefill(self, tokens: int | str) -> PrefillConfig:
         """Return the settings of a prompt whose open `min_prefill` was resolved."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The open settings have warned already.

@@ -109,7 +109,7 @@ def ablate(
                 on_progress=show,
             )
         title = f"{model}, windows {windows}, {protocol}, {len(frame)} cells\n"
-        title += "; ".join(options.describe(network, config) for config in base)
+        title += "; ".join(options.describe(network, config, **given) for config in base)
         title += f", select={select}" if select else ""
         console.stderr.print(f"wrote {csv_file}")
         if plot:

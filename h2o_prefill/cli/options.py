@@ -226,11 +226,15 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
     return settings
 
 
-def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
-    """Return the name of settings, their sizes, and what else they change, for titles."""
+def describe(network: Any, config: PrefillConfig, select: str | None = None, **grid: str) -> str:
+    """Return the name of settings, their sizes, and what else they change, for titles.
+
+    `grid` has the values, with commas between, of fields that do not keep those of `config`.
+    """
     preset, *changes = settings_name(network, config).split(",")
-    sizes = [f"{letter}={getattr(config, name)}" for name, letter in LETTERS.items()]
-    others = [x for x in changes if x.partition("=")[0] not in LETTERS]
+    sizes = [f"{letter}={grid.get(x, getattr(config, x))}" for x, letter in LETTERS.items()]
+    others = [x for x in changes if x.partition("=")[0] not in {*LETTERS, *grid}]
+    others += [f"{name}={values}" for name, values in grid.items() if name not in LETTERS]
     others += [f"select={select}"] if select else []
     # Lists of many heads are cut.
     return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from h2o_prefill.eval.ablation_table import short_value, varied_settings
+from h2o_prefill.eval.ablation_table import presets, short_value, varied_settings
 from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE
 
@@ -117,7 +117,7 @@ def perplexity_table(result: PerplexityResult) -> Table:
 def ablation_table(frame: pd.DataFrame) -> Table:
     """Return one row per cell: the columns that distinguish it from the others, and measures."""
     names = ["dataset", "context", "preset"]
-    if frame["preset"].isna().any():
+    if presets(frame).isna().any():
         names[-1:] = varied_settings(frame)
     names = [name for name in names if frame[name].nunique(dropna=False) > 1]
     measures = ["dense", "sparse", "difference", "KL", "flops", "dense\ns", "sparse\ns"]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import h2o_prefill
+from h2o_prefill._errors import first_line
 from h2o_prefill._warn import warn
-from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.config import AUTO, PrefillConfig, format_value
 from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
@@ -218,12 +219,13 @@ def run_ablation(
             measured = result()
         except FAILURES as error:
             cell = texts[number].cell_name(config)
-            failed[f"{cell}: {error}"] = error
-            warn(f"a cell failed, {cell}: {error}")
+            why = f"{cell}: {first_line(error)}"
+            failed[why] = error
+            warn(f"a cell failed, {why}")
         else:
             # Workers may have no profile, or another one.
-            preset = settings_name(network, config)
-            measured["preset"] = None if "," in preset else preset
+            named = config, config.with_min_prefill(config.min_prefill or AUTO)
+            measured["preset"] = min((settings_name(network, x) for x in named), key=len)
             rows[key] = {"cell": key, **measured}
             table.add_row(rows[key], path)
     report_progress(on_progress, total, total, "done")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -46,7 +47,7 @@ COLUMNS: dict[str, str] = {
     "context": _WHOLE,  # tokens of a window
     "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
     "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
-    # The preset that has these settings, or "profile" with its name, empty if none has.
+    # A settings text: a preset, or "profile" with its name, and what differs from it.
     "preset": _TEXT,
     **_SETTINGS,
     "select": _TEXT,  # the name of the selection rule, empty if there is none
@@ -81,14 +82,22 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
     return row | settings | texts
 
 
-def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return rows as a table, ordered by text, context and settings."""
+def to_frame(rows: Iterable[Any]) -> pd.DataFrame:
+    """Return rows, or a table, as a table in order; columns that somebody added are its last."""
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).astype(COLUMNS)
+    frame = pd.DataFrame(rows)
+    added = frame.columns.difference(list(COLUMNS), sort=False)
+    frame = frame.reindex(columns=[*COLUMNS, *added]).astype(COLUMNS)
     names = list(COLUMNS)
     order = [*names[names.index("model") : names.index("preset")], *_SETTINGS]
     return frame.sort_values(order, ignore_index=True)
+
+
+def presets(frame: pd.DataFrame) -> pd.Series[str]:
+    """Return the preset of each row, missing where the row changes it."""
+    names = frame["preset"].astype("string")
+    return names.mask(names.str.contains(","))
 
 
 def short_value(value: Any) -> str:
@@ -117,11 +126,13 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
+        # A row without an end of line was cut while it was written, and is measured again.
+        whole = io.BytesIO(path.read_bytes().rpartition(b"\n")[0])
         # As text first: some versions of pandas lose digits when they read numbers.
-        frame = pd.read_csv(path, dtype="string", keep_default_na=False, na_values=[""])
+        frame: Any = pd.read_csv(whole, dtype="string", keep_default_na=False, na_values=[""])
         if "cell" not in frame:
             raise ValueError("it has no column 'cell'")
-        frame = frame.reindex(columns=list(COLUMNS)).astype(COLUMNS)
+        frame = to_frame(frame)
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be a table of an ablation: {error}") from error
     return {row["cell"]: row for row in frame.to_dict(orient="records")}

@@ -19,7 +19,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, short_value, varied_settings
+from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, presets, short_value, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
@@ -131,7 +131,7 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
 
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
-    cells = frame.assign(flops=100 / frame["attention_flops_ratio"])
+    cells = frame.assign(flops=100 / frame["attention_flops_ratio"], preset=presets(frame))
     points = cells.groupby([*FIELDS, "select"], sort=False, dropna=False, as_index=False).agg(
         flops=("flops", "mean"),
         loss=("delta_percent", "mean"),
@@ -166,7 +166,7 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> str:
     rows = rows.assign(share=100 / rows["attention_flops_ratio"])
     form = "{delta_percent:+.2f} %\n{kl_mean:.4f}\n{share:.0f} % flops"
     texts = pd.Series([form.format_map(row) for row in rows.to_dict("records")], rows.index)
-    rows["text"] = (rows["preset"] + "\n").fillna("") + texts
+    rows["text"] = (presets(rows) + "\n").fillna("") + texts
     cells = rows.pivot(index="heavy_budget", columns="local_window")
     color = np.maximum(cells["kl_mean"].to_numpy(), 1e-9)  # 0 has no logarithm
     axes.imshow(color, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval import evaluate_perplexity, forward, perplexity, run_ablation
 from h2o_prefill.eval.ablation import build_grid, parse_values
@@ -127,7 +128,7 @@ def test_runs_into_one_folder_keep_each_others_rows(ablate, tmp_path):
 def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monkeypatch):
     def no_memory(model, config, **options):
         if config.heavy_budget == 0 and config.recall == 2:
-            raise RuntimeError("no memory")
+            raise RuntimeError("no memory\nand a backtrace")
         return prefill_mode(model, config, **options)
 
     prefill_mode = perplexity.prefill_mode
@@ -135,7 +136,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monk
         patch.setattr(perplexity, "prefill_mode", no_memory)
         with (
             pytest.warns(
-                UserWarning, match=r"a cell failed, tale 64 .*heavy_budget=0.*: no memory"
+                UserWarning, match=r"a cell failed, tale 64 .*heavy_budget=0.*: no memory$"
             ),
             pytest.raises(
                 RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0,min_prefill=none,recall=2"
@@ -164,6 +165,15 @@ def test_a_table_of_an_older_version_is_kept_and_another_one_refused(ablate, tmp
     assert list(table.columns) == list(COLUMNS)
     assert table["recall_span"].isna().tolist() == [True, False]
     assert table["cell"][0] == first["cell"][0]
+
+    # A row whose end is missing is measured again, and a column that somebody added stays.
+    text = table.assign(note=["007", "NA"]).to_csv(index=False)
+    for cut in (1, 5, len(text.splitlines()[-1]) - 3):
+        path.write_text(text[:-cut])
+        assert ablate({"sink_tokens": [0, 2]})["note"].fillna("").tolist() == ["007", ""]
+        assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 2}
+        again = _csv(tmp_path / "out")
+        assert again["note"].tolist()[0] == 7 and again["sparse_ppl"].equals(table["sparse_ppl"])
 
     for text in ("a,b\n1,2\n", "", "cell,context\nx,many\n"):
         path.write_text(text)
@@ -252,3 +262,15 @@ def test_values_are_read_as_in_a_settings_text():
     for name, text in {"chunk_size": "512,", "recall": "many", "dense_layers": "0-3"}.items():
         with pytest.raises(ValueError, match=f"{name} must be .*got "):
             parse_values(name, text)
+
+
+def test_rows_have_the_name_of_their_settings(ablate, tiny):
+    given = {"base": ["h2o", "recommended"], "contexts": [2048], "windows": "0:1"}
+    given["datasets"] = [Corpus("tale", tiny.SENTENCE * 60, "tale.txt")]
+    model = tiny.make_model(max_position_embeddings=2048)
+    frame = ablate({"chunk_size": [768, 1024]}, model=model, **given)
+    names = [f"{name},chunk_size=768" for name in ("h2o", "recommended")]
+    assert sorted(frame["preset"]) == ["h2o", names[0], "recommended", names[1]]
+    assert ablation_table(frame).columns[0].header == "chunk\nsize"
+    named = ablation_table(frame[frame["chunk_size"] == 1024])
+    assert [column.header for column in named.columns][:2] == ["preset", "dense"]
