@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import h2o_prefill
+from h2o_prefill.cli.compare import _default_context
 from h2o_prefill.cli.options import SettingsOptions
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import scores
+from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
-from h2o_prefill.presets import PRESETS
+from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
 from h2o_prefill.profile import build_profile
 
 pd = pytest.importorskip("pandas")
@@ -313,11 +315,26 @@ def test_a_turn_goes_on_after_an_answer(tiny):
         assert torch.cat([past, turn], dim=1).equal(whole)
 
 
+def test_compare_takes_a_long_text_where_that_is_fast(tiny, monkeypatch):
+    model = tiny.make_model(max_position_embeddings=4096)
+    seconds = [1.9, 2.1, 0.0]
+    monkeypatch.setattr(PromptForward, "prefill", lambda self, ids: seconds.pop(0))
+    lengths = [_default_context(model, torch.arange(n), 3) for n in (8000, 8000, 7999)]
+    assert lengths == [8000, 4096, 4096]
+
+
 def test_info_names_the_build(report):
     facts, table = report("info")
     assert facts["environment"]["library"]["version"] in table
     assert "chunked_sparse_attention" in table
     assert facts["command line"]["presets"] == list(PRESETS)
+    if not torch.cuda.is_available():
+        found = facts["shortest sparse prompt"]
+        assert list(found) == [f"{x}, {y}" for y in ("float32", "bfloat16") for x in SPARSE_PRESETS]
+        for name in SPARSE_PRESETS:
+            shortest = PRESETS[name].shortest_sparse_prompt(torch.empty(0))
+            said = f"fewer than {shortest:,} tokens are dense"
+            assert said in found[f"{name}, float32"] and said in " ".join(table.split())
 
 
 @pytest.fixture
@@ -340,6 +357,9 @@ def test_ablate_writes_a_table_a_csv_file_and_a_figure(ablate, csv):
     assert "warning: left out context=64 chunk_size=40" in done.stderr.replace("\n", " ")
     frame = pd.read_csv(csv)
     assert len(frame) == 4
+    title = "h2o S=16,40 L=4 H=0,4 K=0,2 gqa_reduce=max, select=snapkv"
+    assert title in " ".join(done.stdout.split())
+    assert all(preset.startswith("h2o,chunk_size=16,") for preset in frame["preset"])
     for name, value in given.items():
         assert set(frame[name]) == {value}
     lines = [line for line in done.stdout.splitlines() if " 1/" in line]
