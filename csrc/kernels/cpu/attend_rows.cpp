@@ -147,9 +147,12 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       }
     }
   }
+  // AMX adds up the rest of a tile in another order: without one, a row's result does not depend on
+  // which rows are beside it.
+  const int64_t multiplied = args.gemm ? padded : num_keys;
   multiply_values<Products>(args.gemm, words, word_stride, rows,
                             set.limits ? set.limits + block.first : nullptr, set.values,
-                            begin / Products::kPerWord, words_of<Products>(num_keys),
+                            begin / Products::kPerWord, words_of<Products>(multiplied),
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 

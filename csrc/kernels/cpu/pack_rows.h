@@ -80,12 +80,14 @@ void pack_value_rows(const PackArgs& args) {
   const int64_t words = pad_to(args.count, kPanel) / Products::kPerWord;
   const int64_t begin = words_of<Products>(args.begin);
   const int64_t end = words_of<Products>(args.end);
+  // What follows the last key is multiplied by 0, so it must be finite.
+  const int64_t cleared = args.end == args.count ? words : end;
   for (int64_t d0 = 0; d0 < args.dim; d0 += kPanel) {
     const int64_t dims = args.dim - d0 < kPanel ? args.dim - d0 : kPanel;
     float* out = args.packed + d0 * words + begin * kPanel;
-    for (int64_t word = begin; word < end; ++word, out += kPanel) {
-      load_value_words<Products>(args, word, d0, dims, out);
-      for (int64_t d = dims; d < kPanel; ++d) out[d] = 0.0F;
+    for (int64_t word = begin; word < cleared; ++word, out += kPanel) {
+      if (word < end) load_value_words<Products>(args, word, d0, dims, out);
+      for (int64_t d = word < end ? dims : 0; d < kPanel; ++d) out[d] = 0.0F;
     }
   }
 }

@@ -67,6 +67,17 @@ def test_the_number_of_threads_changes_nothing(rows, window):
     assert_same_on_threads(run, (1, 2, 3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_a_row_does_not_depend_on_the_rows_after_it(device, dtype, head_dim):
+    """To the bit, whatever part of a tile they fill."""
+    q, k, v = make_qkv(Shape(1, 2, 1, 200, head_dim, head_dim), dtype, device)
+    whole = ops.intra_chunk_attention(q, k, v, 200)[:2]
+    for rows in range(160, 200):
+        part = ops.intra_chunk_attention(*(x[:, :, :rows] for x in (q, k, v)), 200)
+        assert all(torch.equal(x, y[:, :, :rows]) for x, y in zip(part, whole, strict=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "past"),
