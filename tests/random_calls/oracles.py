@@ -99,7 +99,8 @@ def _sparse(judge: Judge, after: Arguments, before: Arguments, result: Any) -> N
         return  # every key has the same score, up to rounding
     wide = widened(before)
     expected = reference.chunked_sparse_attention(*wide)
-    tolerance = max(FLOAT32_TOLERANCE, torch.finfo(result[0].dtype).eps)
+    # Where a CPU multiplies bfloat16, probabilities are rounded too, and values may cancel.
+    tolerance = max(FLOAT32_TOLERANCE, 4 * torch.finfo(result[0].dtype).eps)
     pairs = zip(error_measures(result[3]), error_measures(expected[3]), strict=True)
     try:
         _near(judge, result[:3], expected[:3])
