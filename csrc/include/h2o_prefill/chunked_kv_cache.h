@@ -22,7 +22,7 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   // tokens of a layer.
   ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity);
 
-  // There are no copies, which would share buffers: from_tensors(state_tensors()) is independent.
+  // There are no implicit copies, which would share buffers.
   ChunkedKVCache& operator=(ChunkedKVCache&&) = delete;
 
   // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole
@@ -60,6 +60,8 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   // The pickled form: plain tensors. Both directions copy, and only the tokens in use.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<ChunkedKVCache> from_tensors(const std::vector<at::Tensor>& tensors);
+  // An independent copy.
+  c10::intrusive_ptr<ChunkedKVCache> clone() const { return from_tensors(state_tensors()); }
 
  private:
   struct Layer {

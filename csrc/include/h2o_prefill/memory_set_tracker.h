@@ -33,7 +33,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // exact.
   MemorySetTracker(int64_t num_layers, const PrefillConfig& config, bool checkpoints = false);
 
-  // There are no copies, which would share buffers: from_tensors(state_tensors()) is independent.
+  // There are no implicit copies, which would share buffers.
   MemorySetTracker& operator=(MemorySetTracker&&) = delete;
 
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
@@ -113,6 +113,8 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // The pickled form: plain tensors, without checkpoints. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<MemorySetTracker> from_tensors(const std::vector<at::Tensor>& tensors);
+  // An independent copy.
+  c10::intrusive_ptr<MemorySetTracker> clone() const { return from_tensors(state_tensors()); }
 
  private:
   struct Layer {

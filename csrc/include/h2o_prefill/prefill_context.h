@@ -38,8 +38,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
                  PrefillConfig config = PrefillConfig::preset("recommended"),
                  bool checkpoints = false);
 
-  // There are no copies, which would share cache and tracker: from_tensors(state_tensors()) is an
-  // independent one.
+  // There are no implicit copies, which would share cache and tracker.
   PrefillContext& operator=(PrefillContext&&) = delete;
 
   // Sets the text of the vocabulary, int32 [vocabulary, any], as lexical_recall() takes it: where
@@ -103,6 +102,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // The pickled form: plain tensors. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<PrefillContext> from_tensors(const std::vector<at::Tensor>& tensors);
+  // An independent copy, without checkpoints and the text of tokens.
+  c10::intrusive_ptr<PrefillContext> clone() const { return from_tensors(state_tensors()); }
 
  private:
   // A call under way.

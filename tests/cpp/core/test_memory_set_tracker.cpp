@@ -45,7 +45,7 @@ TEST(MemorySetTracker, TruncateShortensASetThatWasBuiltAhead) {
   EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, 3})));
   tracker.truncate(3);
   EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, -1})));
-  const auto copy = MemorySetTracker::from_tensors(tracker.state_tensors());
+  const auto copy = tracker.clone();
   EXPECT_TRUE(same(copy->indices(0), tracker.indices(0)));
 }
 

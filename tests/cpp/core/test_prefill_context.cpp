@@ -85,8 +85,8 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
 template <typename T>
 constexpr bool kHasNoCopies = !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
 static_assert(kHasNoCopies<PrefillContext> && kHasNoCopies<ChunkedKVCache> &&
-              kHasNoCopies<MemorySetTracker> &&
-              kHasNoCopies<Sampler> && kHasNoCopies<PackageSession> && kHasNoCopies<Answer>);
+              kHasNoCopies<MemorySetTracker> && kHasNoCopies<Sampler> &&
+              kHasNoCopies<PackageSession> && kHasNoCopies<Answer>);
 
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   const LayeredPrompt prompt(80);
@@ -117,7 +117,7 @@ TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   prompt.run(context, 16, 64);  // the prompt is long enough now, and stays so
   EXPECT_TRUE(is_sparse(context));
   EXPECT_EQ(context.config().min_prefill, 16);
-  const auto copy = PrefillContext::from_tensors(context.state_tensors());
+  const auto copy = context.clone();
   EXPECT_EQ(copy->config(), context.config());
   for (PrefillContext* of : {&context, copy.get()}) {
     of->reset();
