@@ -90,7 +90,7 @@ class Problem:
     @cached_property
     def config(self) -> PrefillConfig:
         """Settings of the call."""
-        return draw_settings(self.draw, self["S"], layers=4, kv_heads=self["G"])
+        return draw_settings(self.draw, self["S"], layers=4)
 
     def __getitem__(self, letter: str) -> int:
         return self.sizes[letter]

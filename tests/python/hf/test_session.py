@@ -367,7 +367,7 @@ VARIANTS = (
     RECOMMENDED,
     EVERYTHING,
     {**SPARSE, "chunk_size": 32, "local_window": 8},
-    {**SPARSE, "local_window": 2, "heavy_budget": 2, "dense_layers": (1,)},
+    {**SPARSE, "local_window": 2, "heavy_budget": 2},
     {**SPARSE, "min_prefill": 200},
 )
 

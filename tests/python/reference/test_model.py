@@ -105,7 +105,7 @@ def test_a_dense_model_is_the_llama_of_transformers(llama, tied):
     assert (chunked_prefill(model, ids, CONFIG) - expected).abs().max() > 1e-2
 
 
-RECALL = CONFIG.replace(recall=2, recall_block=8)
+RECALL = CONFIG.replace(recall=2)
 
 
 @pytest.mark.parametrize(
