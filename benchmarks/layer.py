@@ -332,7 +332,7 @@ def recall(plan: Plan) -> None:
 def _quick(small: PrefillConfig, config: PrefillConfig) -> PrefillConfig:
     """Return the recall of a config with the small sizes of a quick run."""
     sizes = {name: getattr(small, name) for name in ("chunk_size", "local_window", "heavy_budget")}
-    return config.replace(**sizes, recall_block=small.chunk_size // 4)
+    return config.replace(**sizes)
 
 
 def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:

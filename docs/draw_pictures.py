@@ -20,9 +20,6 @@ CONFIG = PrefillConfig(
     local_window=24,
     heavy_budget=16,
     recall=2,
-    recall_block=16,
-    recall_suffix=2,
-    recall_span=4,
 )
 # Each kind of key that a query sees, in the order of the codes of `visible_keys`.
 KINDS = {

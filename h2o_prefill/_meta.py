@@ -215,10 +215,10 @@ def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tenso
 
 @_fake("lexical_recall")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    block = _settings(a.settings).recall_block
+    block = _settings(a.settings).recall_block()
     return _recall_lists(a.token_ids, a.token_ids.shape[1] - a.begin, block)
 
 
 @_fake("recall_at_position")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _recall_lists(a.token_ids, a.num_tokens, _settings(a.settings).recall_block)
+    return _recall_lists(a.token_ids, a.num_tokens, _settings(a.settings).recall_block())

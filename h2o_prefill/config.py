@@ -93,18 +93,6 @@ class PrefillConfig:
         "Maximum number of matches that lexical recall, an n-gram lookup over the token ids, "
         "recalls for each token; 0 turns it off."
     )
-    recall_block: int = _setting(
-        "Number of queries that share a list of recalled keys; must divide `chunk_size`."
-    )
-    recall_suffix: int = _setting(
-        "Maximum length of the n-grams that lexical recall looks up, in tokens."
-    )
-    recall_span: int = _setting(
-        "Number of keys recalled from each match: 2 means its position and the next one."
-    )
-    recall_max_count: int = _setting(
-        "A single token is looked up only if it has occurred at most this often so far."
-    )
     recall_characters: int = _setting(
         "Number of characters at the end of each token that lexical recall looks up as well, where "
         "it knows the text of the tokens: 32 keys after the latest match. 0 leaves it at tokens."
@@ -203,6 +191,11 @@ class PrefillConfig:
         return int(self.native.memory_size())
 
     @property
+    def recall_block(self) -> int:
+        """Number of queries that share a list of recalled keys."""
+        return int(self.native.recall_block())
+
+    @property
     def sparse_from(self) -> int:
         """Minimum number of new tokens for a sparse call."""
         return int(self.native.sparse_from())
@@ -236,9 +229,7 @@ class PrefillConfig:
     def with_fields(self, **changes: Any) -> PrefillConfig:
         """Return a copy with some fields changed, as a settings text changes its preset.
 
-        With recall, a new `chunk_size` that is not a multiple of `recall_block` also changes that,
-        to their greatest common divisor, unless both are given. Raises ValueError if a field is
-        unknown, or a value has the wrong type or is out of range.
+        Raises ValueError if a field is unknown, or a value has the wrong type or is out of range.
         """
         # C++ has the message for an unknown name.
         known = {field.name for field in dataclasses.fields(self)}

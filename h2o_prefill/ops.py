@@ -245,11 +245,11 @@ def chunked_sparse_attention(
     scores, memory, last_chunk_begin, errors
         State of the prompt before the call.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        Keys that blocks of `recall_block` rows also see.
+        Keys that blocks of `PrefillConfig.recall_block` rows also see.
     settings : PrefillConfig or str
         Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `wide` whatever its
-        layers, `dense_tail`, `gqa_reduce`, `recall_block`, and the fields for errors. Fields that
-        choose sparse calls and layers have no effect.
+        layers, `dense_tail`, `gqa_reduce`, and the fields for errors. Fields that choose sparse
+        calls and layers have no effect.
 
     Returns
     -------

@@ -91,9 +91,9 @@ def settings_text(**fields: Any) -> str:
     return ",".join(["h2o", *(f"{name}={value}" for name, value in fields.items())])
 
 
-def recall_text(chunk_size: int, block: int, matches: int, **fields: Any) -> str:
+def recall_text(chunk_size: int, matches: int, **fields: Any) -> str:
     """Return settings of lexical recall."""
-    return settings_text(chunk_size=chunk_size, recall_block=block, recall=matches, **fields)
+    return settings_text(chunk_size=chunk_size, recall=matches, **fields)
 
 
 def widened(arguments: Iterable[Any]) -> list[Any]:

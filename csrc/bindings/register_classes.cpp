@@ -111,6 +111,8 @@ void register_config(torch::Library& m) {
            {arg("head"), arg("layer") = std::nullopt})
       .def("memory_size", of(&PrefillConfig::memory_size),
            "Return the positions that a memory set holds at most: K + L + H.")
+      .def("recall_block", of(&PrefillConfig::recall_block),
+           "Return the number of rows that share a list of recalled keys.")
       .def("memory_width",
            [](const Config& self, const at::Tensor& errors) {
              return memory_width(errors, self->held);

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <numeric>
 #include <set>
 
 #include "common/config_fields.h"
@@ -29,10 +28,6 @@ const std::vector<Preset>& presets() {
         .gqa_reduce = "max",
         .min_prefill = PrefillConfig::kAuto,
         .recall = 6,
-        .recall_block = 64,
-        .recall_suffix = 2,
-        .recall_span = 4,
-        .recall_max_count = 32,
         .recall_characters = 8,
         .error_rows = 8,
         .error_threshold = 0.003,
@@ -156,7 +151,7 @@ void set_field(PrefillConfig& config, std::string_view name, std::string_view te
 }
 
 // A text like "a=1,b=2" by field.
-std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view text) {
+void set_fields(PrefillConfig& config, std::string_view text) {
   std::set<std::string_view> given;
   for (const std::string_view part : split(text, ',')) {
     const size_t equals = part.find('=');
@@ -169,7 +164,6 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
     set_field(config, name, part.substr(equals + 1));
     TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"", text, '"');
   }
-  return given;
 }
 
 // The fields as texts; with a base, the ones that differ from it.
@@ -249,11 +243,7 @@ PrefillConfig PrefillConfig::parse(std::string_view text) {
 
 PrefillConfig PrefillConfig::with(std::string_view fields) const {
   PrefillConfig config = *this;
-  const auto given = set_fields(config, fields);
-  if (given.count("chunk_size") && !given.count("recall_block") && config.recall > 0 &&
-      config.chunk_size > 0) {
-    config.recall_block = std::gcd(config.chunk_size, config.recall_block);
-  }
+  set_fields(config, fields);
   config.check();
   return config;
 }
@@ -284,7 +274,6 @@ void PrefillConfig::check() const {
   }
   TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
                     "gqa_reduce must be \"sum\" or \"max\", got \"", gqa_reduce, '"');
-  if (recall > 0) check_recall_block(chunk_size, recall_block);
 }
 
 std::vector<std::string> PrefillConfig::advice() const {

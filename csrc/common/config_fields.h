@@ -18,10 +18,14 @@ inline constexpr int64_t kMostScores = int64_t{1} << 24;
 // Rows of a chunk whose error is measured, and the factor of a memory set by errors.
 inline constexpr int64_t kMostErrorRows = 256;
 inline constexpr int64_t kMostWidening = 64;
-// Limits of lexical recall: matches for a token, tokens of a suffix, keys for a match.
+// Limits of lexical recall: matches for a token, characters that are looked up.
 inline constexpr int64_t kMostMatches = 1024;
-inline constexpr int64_t kLongestSuffix = 64;
-inline constexpr int64_t kLongestSpan = 1024;
+inline constexpr int64_t kMostCharacters = 64;
+// Lexical recall: tokens of the longest n-gram that is looked up, keys recalled for each match, and
+// how often a token may have occurred to be looked up alone.
+inline constexpr int64_t kRecallSuffix = 2;
+inline constexpr int64_t kRecallSpan = 4;
+inline constexpr int64_t kRecallMaxCount = 32;
 
 template <typename T>
 struct ConfigField {
@@ -43,11 +47,7 @@ inline constexpr auto kConfigFields = std::make_tuple(
     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
     ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},
-    ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
-    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1, kLongestSuffix},
-    ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},
-    ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
-    ConfigField{"recall_characters", &PrefillConfig::recall_characters, 0, kLongestSuffix},
+    ConfigField{"recall_characters", &PrefillConfig::recall_characters, 0, kMostCharacters},
     ConfigField{"error_rows", &PrefillConfig::error_rows, 0, kMostErrorRows},
     ConfigField{"error_threshold", &PrefillConfig::error_threshold},
     ConfigField{"max_widen", &PrefillConfig::max_widen, 1, kMostWidening},

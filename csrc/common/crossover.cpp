@@ -43,8 +43,7 @@ class SparseProducts {
         static_cast<double>(config_.sink_tokens) +
         widening * static_cast<double>(factor_ * (config_.local_window + config_.heavy_budget));
     const double recalled =
-        kRecalledShare *
-        static_cast<double>(config_.recall_block * config_.recall * config_.recall_span);
+        kRecalledShare * static_cast<double>(config_.recall_block() * config_.recall * kRecallSpan);
     all += count * (std::min(begin, memory) + std::min(begin, recalled));
     return all + static_cast<double>(std::min(rows, config_.error_rows)) * begin;
   }

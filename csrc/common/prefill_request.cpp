@@ -75,7 +75,6 @@ void check_recall_lists(const PrefillRequest& request) {
   TORCH_CHECK_VALUE(
       given.size() == 3,
       "recall_offsets, recall_positions and recall_visible_from must be given together");
-  check_recall_block(request.settings.chunk_size, request.settings.recall_block);
   for (const auto& [name, list] : given) {
     check_dims(name, list, 1);
     check_dtype(name, list, at::kInt);
@@ -84,7 +83,7 @@ void check_recall_lists(const PrefillRequest& request) {
   }
   const int64_t offsets = request.query.size(0) * request.recall_blocks() + 1;
   TORCH_CHECK_VALUE(lists.offsets.size(0) == offsets, "recall_offsets must have ", offsets,
-                    " entries, one a block of ", request.settings.recall_block,
+                    " entries, one a block of ", request.settings.recall_block(),
                     " rows and batch row and one more, got ", lists.offsets.size(0),
                     "; do the recall lists belong to another call?");
   check_size("recall_visible_from", lists.visible_from, 0, lists.positions.size(0),
@@ -226,7 +225,9 @@ void PrefillRequest::fill_checkpoint(int64_t number) const {
   }
 }
 
-int64_t PrefillRequest::recall_blocks() const { return divide_up(length(), settings.recall_block); }
+int64_t PrefillRequest::recall_blocks() const {
+  return divide_up(length(), settings.recall_block());
+}
 
 void PrefillRequest::check() const {
   settings.check();
@@ -281,7 +282,7 @@ RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
           .positions = lists.positions.const_data_ptr<int32_t>(),
           .visible_from = lists.visible_from.const_data_ptr<int32_t>(),
           .entries = lists.positions.size(0),
-          .block = settings.recall_block,
+          .block = settings.recall_block(),
           .blocks = recall_blocks()};
 }
 

@@ -51,12 +51,6 @@ void check_num_layers(int64_t num_layers) {
 
 void check_layer(int64_t layer, int64_t num_layers) { check_index("layer", layer, num_layers); }
 
-void check_recall_block(int64_t chunk_size, int64_t recall_block) {
-  TORCH_CHECK_VALUE(chunk_size % recall_block == 0,
-                    "chunk_size must be a multiple of recall_block, got ", chunk_size, " and ",
-                    recall_block);
-}
-
 void check_dims(const char* name, const at::Tensor& t, int64_t dims) {
   TORCH_CHECK_VALUE(t.defined(), name, " must be a tensor with ", dims, " dimensions, got none");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, got layout ",

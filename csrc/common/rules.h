@@ -30,7 +30,6 @@ void check_between(const char* name, int64_t value, int64_t least, int64_t most)
 void check_call_tokens(int64_t past, int64_t num_tokens);
 void check_num_layers(int64_t num_layers);
 void check_layer(int64_t layer, int64_t num_layers);
-void check_recall_block(int64_t chunk_size, int64_t recall_block);
 
 // A strided tensor with this number of dimensions.
 void check_dims(const char* name, const at::Tensor& t, int64_t dims);

@@ -27,6 +27,7 @@ from h2o_prefill.reference.linear_attention import (
 )
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
+from h2o_prefill.reference.recall import block_of
 from h2o_prefill.reference.recall import lexical_recall as lexical_recall
 from h2o_prefill.reference.settings import Settings, read_settings
 
@@ -166,7 +167,7 @@ def chunked_sparse_attention(
     if recall_offsets is not None:
         lists = [recall_offsets, recall_positions, recall_visible_from]
         shape = (batch, q.shape[2], total)
-        recalled = _recall_mask(lists, shape, size, config.recall_block).to(q.device)
+        recalled = _recall_mask(lists, shape, size, block_of(size)).to(q.device)
 
     for begin in range(past, total, size):
         end = min(begin + size, total)

@@ -6,6 +6,7 @@ The search reads token ids only, never activations, so one search serves all lay
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.reference.settings import read_settings
+
+# Tokens of the longest n-gram that is looked up, keys recalled for each match, and how often a
+# token may have occurred to be looked up alone.
+_SUFFIX, _SPAN, _MAX_COUNT = 2, 4, 32
 
 # Keys recalled for the latest match of a token's characters.
 _CHARACTER_SPAN = 32
@@ -28,7 +33,8 @@ def lexical_recall(
     position appears once, and entries rise by (visible_from, position).
     """
     config = read_settings(settings)
-    size, block, total = config.chunk_size, config.recall_block, token_ids.shape[1]
+    size, total = config.chunk_size, token_ids.shape[1]
+    block = block_of(size)
     if config.recall < 1:
         raise ValueError(f"recall must be >= 1, got {config.recall}")
     if not 0 <= begin <= total:
@@ -40,7 +46,7 @@ def lexical_recall(
             chunk_begin = begin + (first - begin) // size * size
             first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
-                found = [(e, config.recall_span) for e in _matches(tokens, p, chunk_begin, config)]
+                found = [(e, _SPAN) for e in _matches(tokens, p, chunk_begin, config.recall)]
                 latest = characters.matches(p, chunk_begin)[:1]
                 found += [(t, _CHARACTER_SPAN) for t in latest]
                 for e, span in found:
@@ -57,15 +63,20 @@ def lexical_recall(
     )
 
 
-def _matches(tokens: list[int], p: int, chunk_begin: int, config: Any) -> list[int]:
+def block_of(chunk_size: int) -> int:
+    """Return how many rows share a list of recalled keys."""
+    return math.gcd(chunk_size, 64)
+
+
+def _matches(tokens: list[int], p: int, chunk_begin: int, most: int) -> list[int]:
     """Return where the longest n-gram with a match before the chunk ended, the latest first."""
-    for n in range(min(config.recall_suffix, p + 1), 0, -1):
-        if n == 1 and tokens[: p + 1].count(tokens[p]) > config.recall_max_count:
+    for n in range(min(_SUFFIX, p + 1), 0, -1):
+        if n == 1 and tokens[: p + 1].count(tokens[p]) > _MAX_COUNT:
             return []
         suffix = tokens[p - n + 1 : p + 1]
         matches = [e for e in range(n - 1, chunk_begin) if tokens[e - n + 1 : e + 1] == suffix]
         if matches:
-            return matches[::-1][: config.recall]
+            return matches[::-1][:most]
     return []
 
 

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CONFIG = (
-    "h2o,min_prefill=none,chunk_size=8,local_window=2,heavy_budget=3,recall=1,recall_block=4,"
-    "error_rows=2"
-)
+CONFIG = "h2o,min_prefill=none,chunk_size=8,local_window=2,heavy_budget=3,recall=1,error_rows=2"
 LAYERS, TOKENS, MODEL = 2, 21, "0123456789abcdef0123456789abcdef"
 # What a number of a header may become.
 NUMBERS = (0, 1, -1, 7, 2**31, 2**32 + 1, 2**62, 2**63 - 1, 2**64, 10**30)

@@ -80,8 +80,10 @@ def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> Prefi
     chunk_size = draw.size(least, max(least, min(LARGEST_CHUNK, length + 1)))
     sinks, local, heavy = _draw_budgets(draw, length)
     dense = [x for x in range(layers) if draw.chance(0.15)]
+    recall = draw.integer(1, 8) if draw.chance(0.4) else 0
     # Blocks of a few rows make as many lists; the largest item needs no more than the others.
-    blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
+    if recall and chunk_size > 64:
+        chunk_size += -chunk_size % 16
     error_rows = draw.integer(1, 8) if draw.chance(0.3) else 0
     return PrefillConfig(
         chunk_size=chunk_size,
@@ -93,11 +95,7 @@ def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> Prefi
         wide=_draw_wide(draw, layers, kv_heads),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
-        recall=draw.integer(1, 8) if draw.chance(0.4) else 0,
-        recall_block=chunk_size // draw.choice(blocks),
-        recall_suffix=draw.integer(1, 4),
-        recall_span=draw.integer(1, 5),
-        recall_max_count=draw.integer(1, 64),
+        recall=recall,
         recall_characters=draw.integer(1, 6) if draw.chance(0.3) else 0,
         error_rows=error_rows,
         error_threshold=draw.choice(ERROR_THRESHOLDS),

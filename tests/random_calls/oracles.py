@@ -59,7 +59,7 @@ def _recall_at_position(judge: Judge, after: Arguments, before: Arguments, resul
         )
         return
     offsets, *entries = result
-    blocks = ids.shape[0] * -(-tokens // config.recall_block)
+    blocks = ids.shape[0] * -(-tokens // config.recall_block())
     judge.true("empty offsets", offsets.tolist() == [0] * (blocks + 1))
     judge.true("no entries", all(x.numel() == 0 for x in entries))
 

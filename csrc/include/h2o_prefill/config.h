@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -32,10 +33,6 @@ struct H2O_API PrefillConfig {
   // where a prompt is too short for sparse attention to be faster.
   std::optional<int64_t> min_prefill = {};
   int64_t recall = 0;             // earlier matches recalled for a token (n-gram lookup)
-  int64_t recall_block = 128;     // rows that share a list of recalled keys; divides chunk_size
-  int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
-  int64_t recall_span = 2;        // keys recalled for each match
-  int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   int64_t recall_characters = 0;  // characters that recall looks up besides; 0: tokens alone
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
@@ -53,9 +50,7 @@ struct H2O_API PrefillConfig {
   // refuses.
   static PrefillConfig parse(std::string_view text);
 
-  // A copy with the fields of a text like "local_window=256,wide=7x4" changed. A chunk_size
-  // that recall_block does not divide changes recall_block too, to their greatest common divisor,
-  // unless the text gives it or recall is off.
+  // A copy with the fields of a text like "local_window=256,wide=7x4" changed.
   PrefillConfig with(std::string_view fields) const;
 
   // The shortest text that parse() turns into these settings, and a text of all fields, which does
@@ -86,6 +81,10 @@ struct H2O_API PrefillConfig {
   // Positions that a memory set of settings of_layer() holds at most: K + L + H, of the widest head
   // when it has grown as far as it may.
   int64_t memory_size() const;
+
+  // Rows that share a list of recalled keys: 64 where that divides chunk_size, else their greatest
+  // common divisor.
+  int64_t recall_block() const { return std::gcd(chunk_size, int64_t{64}); }
 
   // Whether memory sets grow where errors are large.
   bool widens() const { return error_rows > 0 && max_widen > 1; }

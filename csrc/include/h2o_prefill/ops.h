@@ -167,10 +167,10 @@ H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::st
 
 // Lexical recall: finds earlier matches of the n-gram that ends at each new token. token_ids
 // int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
-// the longest n-gram (recall_suffix tokens at most) that ends at p and also at positions e < c
-// gives its `recall` latest matches; a single token counts only if it occurs at most
-// recall_max_count times up to p. The positions e to e + recall_span - 1 before c are recalled,
-// visible from p on, in blocks of recall_block new tokens.
+// the longest n-gram (two tokens at most) that ends at p and also at positions e < c gives its
+// `recall` latest matches; a single token counts only if it occurs at most 32 times up to p. The
+// positions e to e + 3 before c are recalled, visible from p on, in blocks of
+// config.recall_block() new tokens.
 //
 // With recall_characters = n > 0 and token_text, the last n characters of the text up to token p
 // are looked up as well: each of the character_matches latest matches that end before c recalls

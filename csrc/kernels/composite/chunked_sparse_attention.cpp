@@ -27,7 +27,7 @@ struct Recall {
 
   // rows: a chunk. sets: int32 [B, Hkv, M].
   Attended attend_chunk(const at::Tensor& sets, const RowRange& rows) const {
-    const int64_t block = request.settings.recall_block, end = rows.begin + rows.count;
+    const int64_t block = request.settings.recall_block(), end = rows.begin + rows.count;
     std::vector<at::Tensor> outs_of_batch, lses_of_batch;
     for (int64_t b = 0; b < request.query.size(0); ++b) {
       std::vector<at::Tensor> outs, lses;
@@ -45,7 +45,7 @@ struct Recall {
  private:
   Attended attend_block(int64_t b, const at::Tensor& sets, int64_t first_row, int64_t row,
                         int64_t rows) const {
-    const int64_t list = b * request.recall_blocks() + row / request.settings.recall_block;
+    const int64_t list = b * request.recall_blocks() + row / request.settings.recall_block();
     const int64_t from = offsets[list].item<int>();
     const int64_t count = offsets[list + 1].item<int>() - from;
     const int64_t heads = request.key.size(1);

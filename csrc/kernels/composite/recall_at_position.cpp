@@ -28,7 +28,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> recall_at_position(
                                 token_text.value_or(at::Tensor()));
     return {lists.offsets, lists.positions, lists.visible_from};
   }
-  const int64_t blocks = divide_up(num_tokens, config->recall_block);
+  const int64_t blocks = divide_up(num_tokens, config->recall_block());
   const auto options = token_ids.options().dtype(at::kInt);
   return {at::zeros({token_ids.size(0) * blocks + 1}, options), at::empty({0}, options),
           at::empty({0}, options)};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/config_fields.h"
 #include "common/prefill_request.h"
 
 namespace h2o_prefill {
@@ -163,8 +164,8 @@ constexpr int64_t kMostEntries = int64_t{1} << 26;
 
 void check_entries(int64_t entries) {
   TORCH_CHECK_VALUE(entries <= kMostEntries, "recall must list at most ", kMostEntries,
-                    " keys for the blocks of a call, got more: reduce recall, recall_span or "
-                    "recall_max_count, or increase recall_block");
+                    " keys for the blocks of a call, got more: reduce recall, or make chunk_size a "
+                    "multiple of 64");
 }
 
 // The positions that a block lists. Those that it has listed already are passed over in nearly one
@@ -205,7 +206,7 @@ struct Recalled {
 
 Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& token_text,
                     int64_t begin, const PrefillConfig& s) {
-  auto suffixes = number_suffixes(tokens, length, s.recall_suffix);
+  auto suffixes = number_suffixes(tokens, length, kRecallSuffix);
   const auto& words = suffixes.front().numbers();
   std::vector<int32_t> counts(length ? *std::max_element(words.begin(), words.end()) + 1 : 0);
   for (int64_t p = 0; p < begin; ++p) ++counts[words[p]];
@@ -216,14 +217,15 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
                        token_text.size(1), s.recall_characters);
   }
 
+  const int64_t rows_of_block = s.recall_block();
   Recalled recalled;
   Listed listed(length);
   std::vector<std::pair<int32_t, int32_t>> found;  // first positions, and the ends
   for (int64_t p = begin; p < length; ++p) {
     const int64_t row = p - begin;
-    const int64_t block = row / s.recall_block;
+    const int64_t block = row / rows_of_block;
     const int64_t chunk_begin = p - row % s.chunk_size;
-    if (row % s.recall_block == 0) recalled.counts.push_back(0);
+    if (row % rows_of_block == 0) recalled.counts.push_back(0);
     if (row % s.chunk_size == 0) {
       for (auto& matches : suffixes) matches.publish(chunk_begin);
       if (characters) characters->publish(chunk_begin);
@@ -234,9 +236,9 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
       const int64_t end = std::min(first + span, chunk_begin);
       if (first < end) found.emplace_back(first, end);
     };
-    for (int64_t n = s.recall_suffix; n >= 1 && found.empty(); --n) {
-      if (n == 1 && counts[words[p]] > s.recall_max_count) break;
-      suffixes[n - 1].for_latest(p, s.recall, [&](int64_t end) { find(end, s.recall_span); });
+    for (int64_t n = kRecallSuffix; n >= 1 && found.empty(); --n) {
+      if (n == 1 && counts[words[p]] > kRecallMaxCount) break;
+      suffixes[n - 1].for_latest(p, s.recall, [&](int64_t end) { find(end, kRecallSpan); });
     }
     if (characters) {
       characters->for_latest(p, 1, [&](int64_t next) { find(next, kCharacterSpan); });

@@ -13,7 +13,7 @@ PrefillContext checkpointed_context(const std::string& more, bool checkpoints) {
   return {kCheckpointedLayers, /*max_tokens=*/200,
           PrefillConfig::parse(
               "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4,"
-              "recall_block=8,wide=1x2+0.1x3" +
+              "wide=1x2+0.1x3" +
               more),
           checkpoints};
 }

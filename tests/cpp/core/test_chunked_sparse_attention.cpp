@@ -70,8 +70,7 @@ TEST(ChunkedSparseAttention, OpThatThrowsLeavesCacheAndTrackerAsTheyWere) {
   const auto x = random_qkv(80);
   const auto bad_offsets = at::zeros({3}, at::kInt), none = at::zeros({0}, at::kInt);
   const RecallLists bad_lists{bad_offsets, none, none};
-  auto config = small_config();
-  config.recall_block = 8;
+  const auto config = small_config();
   for (const int64_t begin : {0, 40}) {
     Prompt prompt(config), untouched(config);
     if (begin > 0) {

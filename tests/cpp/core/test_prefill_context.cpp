@@ -19,7 +19,7 @@ constexpr int64_t kContextLayers = 2;
 
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
-      "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
+      "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,"
       "wide=1x2+0.1x3,error_rows=4,min_prefill=none");
 }
 

@@ -18,8 +18,8 @@ from h2o_prefill.generation.packages import load_package
 from h2o_prefill.package import PrefillPackage
 
 SETTINGS = (
-    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,"
-    "error_rows=2,error_threshold=0.05,max_widen=2"
+    "h2o,chunk_size=16,local_window=3,heavy_budget=3,recall=1,"
+    "error_rows=1,error_threshold=0.05,max_widen=2"
 )
 CAPACITY, PROMPT, NEW = 256, 150, 12
 

@@ -43,7 +43,7 @@ def test_what_a_rule_sees_of_the_future(run_variant, variant):
 
 @torch.no_grad()
 def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant):
-    config = PrefillConfig.parse(f"{SETTINGS},chunk_size=64,recall=2,recall_block=16,dense_tail=8")
+    config = PrefillConfig.parse(f"{SETTINGS},chunk_size=64,recall=2,dense_tail=8")
     products = run_variant(config.to_string())(IDS)[1]
     dense = dense_dot_products(LENGTH) / LENGTH
     assert products == pytest.approx(dense / count_attention_flops(IDS, config).ratio)

@@ -27,7 +27,7 @@ COMMANDS = (
     *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
     *("generate", "export", "serve"),
 )
-RECALL = f"{SMALL},recall=2,recall_block=32"
+RECALL = f"{SMALL},recall=2"
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_options_of_ppl_reach_the_run(report, small_commands, profiled, monkeypa
     found, table = report(
         *(*small_commands["ppl"], "--model", profiled, "--heavy-budget", 0, "--windows", "1:"),
         *("--dtype", "bfloat16", "--protocol", "llamacpp", "--select", "sinks_and_window"),
-        *("--preset", "profile,sink_tokens=2,recall=2,recall_block=8", "--long"),
+        *("--preset", "profile,sink_tokens=2,recall=2", "--long"),
     )
     config, keys = found["config"], found["key_tokens"]
     assert config["preset"].startswith("profile profiled,") and "profile profiled" in table

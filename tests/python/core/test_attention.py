@@ -32,7 +32,7 @@ def qkv():
     return make_qkv(Shape(1, 4, 2, 150, 16, 16))
 
 
-RECALLING = CONFIG.replace(recall=3, recall_block=8, wide=((1, 4),))
+RECALLING = CONFIG.replace(recall=3, wide=((1, 4),))
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
 
 

@@ -53,7 +53,7 @@ CHANGED = {
     for name, x in DEFAULTS.items()
     if type(x) in (bool, int, float)
 }
-CHANGED |= SETTINGS | {"recall_block": 8, "dense_layers": [7, 8], "wide": [[1, 3], [1, 0, 2]]}
+CHANGED |= SETTINGS | {"dense_layers": [7, 8], "wide": [[1, 3], [1, 0, 2]]}
 CHANGED |= {"gqa_reduce": "max", "min_prefill": 9}
 
 

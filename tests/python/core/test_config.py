@@ -34,12 +34,11 @@ from h2o_prefill.presets import chosen_config
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("error_threshold", -1.0, "error_threshold must be a finite number >= 0, got -1"),
         ("wide", "1x4194304", "multiplied by their factors, must be <= 4194304, got 1073741824"),
-        ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
     with pytest.raises(ValueError, match=message):
-        PrefillConfig(**({"recall_block": 100} | {field: value}))
+        PrefillConfig(**{field: value})
 
 
 def test_fields_and_defaults_equal_the_native_class():

@@ -20,7 +20,7 @@ from h2o_prefill.presets import PRESETS
 pd = pytest.importorskip("pandas")
 
 CONTEXT = 64
-BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
+BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 AXES = {"heavy_budget": [0, 4], "recall": [0, 2]}
 
 
@@ -156,13 +156,13 @@ def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monk
 def test_a_table_of_an_older_version_is_kept_and_another_one_refused(ablate, tmp_path, monkeypatch):
     first = ablate({})
     path = tmp_path / "out" / "perplexity_ablation.csv"
-    _csv(tmp_path / "out").drop(columns="recall_span").to_csv(path, index=False)
+    _csv(tmp_path / "out").drop(columns="recall_characters").to_csv(path, index=False)
     monkeypatch.setattr("h2o_prefill.eval.ablation.commit", lambda: "0123456+")
     ablate({"sink_tokens": [0, 2]})
     assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 2}
     table = _csv(tmp_path / "out")
     assert list(table.columns) == list(COLUMNS)
-    assert table["recall_span"].isna().tolist() == [True, False]
+    assert table["recall_characters"].isna().tolist() == [True, False]
     assert table["cell"][0] == first["cell"][0]
 
     for text in ("a,b\n1,2\n", "", "cell,context\nx,many\n"):
@@ -208,7 +208,7 @@ def test_a_grid_is_the_product_of_its_values():
         warnings.simplefilter("error")
         grid = build_grid(axes, [64, 32], [BASE, BASE])
     assert grid == [
-        (context, BASE.replace(heavy_budget=heavy, sink_tokens=sinks, recall_block=128))
+        (context, BASE.replace(heavy_budget=heavy, sink_tokens=sinks))
         for context in (64, 32)
         for heavy in (0, 4)
         for sinks in (0, 2)
@@ -220,22 +220,22 @@ def test_a_grid_is_the_product_of_its_values():
 
 
 def test_what_cannot_be_run_is_said_once_a_reason():
-    axes = {"chunk_size": [16, 20, 64], "recall": [0, 2], "recall_block": [8]}
+    axes = {"chunk_size": [16, 64], "local_window": [0, 14], "heavy_budget": [0]}
     with pytest.warns(UserWarning) as said:
-        grid = build_grid({**axes, "heavy_budget": [14]}, [64], [BASE])
-    assert [(c.chunk_size, c.recall) for _, c in grid] == [(16, 0), (16, 2), (20, 0)]
-    by_block, by_context = (str(warning.message) for warning in said)
-    assert by_block.startswith(
-        "left out context=64 chunk_size=20 recall=2 recall_block=8 heavy_budget=14: "
+        grid = build_grid(axes, [64], [BASE])
+    assert [(c.chunk_size, c.local_window) for _, c in grid] == [(16, 14)]
+    empty, by_context = (str(warning.message) for warning in said)
+    assert empty.startswith("left out context=64 chunk_size=16 local_window=0 heavy_budget=0: ")
+    assert "must not all be 0" in empty
+    assert by_context.startswith(
+        "left out context=64 chunk_size=64 local_window=0 heavy_budget=0 and 1 more: "
     )
-    assert "multiple of recall_block" in by_block
-    assert by_context.startswith("left out context=64 chunk_size=64 recall=0 recall_block=8 ")
     assert "at least two chunks of 64" in by_context
 
 
 def test_settings_without_effect_do_not_make_cells():
-    grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], [BASE])
-    assert [(c.recall, c.recall_span) for _, c in grid] == [(0, 2), (2, 1), (2, 2)]
+    grid = build_grid({"recall": [0, 2], "recall_characters": [1, 2]}, [64], [BASE])
+    assert [(c.recall, c.recall_characters) for _, c in grid] == [(0, 0), (2, 1), (2, 2)]
 
 
 def test_values_are_read_as_in_a_settings_text():

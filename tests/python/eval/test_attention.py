@@ -64,8 +64,8 @@ def _by_chunk(rows):
         ({"sink_tokens": 2, "gqa_reduce": "max"}, (6, 2), PLAIN),
         ({"dense_tail": 12}, (6, 2), PLAIN),
         ({"dense_tail": 100}, (6, 2), PLAIN),
-        ({"recall": 2, "recall_block": 8}, (6, 2), PLAIN),
-        ({"recall": 1, "recall_block": 16, "dense_tail": 5}, (6, 2), PLAIN),
+        ({"recall": 2}, (6, 2), PLAIN),
+        ({"recall": 1, "dense_tail": 5}, (6, 2), PLAIN),
         ({"local_window": 30, "heavy_budget": 40}, (6, 2), PLAIN),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_model_against_softmaxes_over_all_pairs(tiny_model):
     note = lambda call, _: layers.append([call.query, call.key, call.value])  # noqa: E731
     with torch.no_grad(), observe.observe_attention(tiny_model, note):
         tiny_model(PROMPT)
-    config = CONFIG.replace(recall=2, recall_block=8, dense_tail=12)
+    config = CONFIG.replace(recall=2, dense_tail=12)
     measures = measure_attention(tiny_model, PROMPT, config)
     assert measures.layers == (0, 1) and measures.chunk_ends == ENDS
     assert measures.l1_error.amin() > 0.001 and measures.mass_recall.amax() < 0.999

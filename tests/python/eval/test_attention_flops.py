@@ -10,7 +10,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import sparse_dot_products
 
-LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
+LENGTH = 76  # four chunks of 16 tokens and one of 12, part of a block
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 # Few words, so that there is something to recall, and more of it in the second prompt.
 GENERATOR = torch.Generator().manual_seed(3)
@@ -42,10 +42,10 @@ def _keys_of_rows(prompt, config, factor=1):
         {"sink_tokens": 12},
         {"dense_tail": 20},
         {"dense_tail": LENGTH + 1},
-        {"recall": 2, "recall_block": 8},
-        {"recall": 3, "recall_block": 16, "dense_tail": 5},
+        {"recall": 2, "chunk_size": 24},  # blocks of eight rows
+        {"recall": 3, "dense_tail": 5},
         {"wide": ((1, 3), (9, 3)), "dense_tail": 20},
-        {"wide": ((1, 0, 2), (2, 1, 50), (9, 0, 2)), "recall": 2, "recall_block": 8},
+        {"wide": ((1, 0, 2), (2, 1, 50), (9, 0, 2)), "recall": 2},
     ],
 )
 @pytest.mark.filterwarnings("ignore:the memory set")
@@ -71,7 +71,7 @@ def test_every_key_of_every_row_counts(options, dense_layers):
 
 
 def test_a_prompt_too_short_for_a_sparse_call_is_dense():
-    config = CONFIG.replace(recall=2, recall_block=8, dense_tail=4)
+    config = CONFIG.replace(recall=2, dense_tail=4)
     short = count_attention_flops(PROMPTS, config.replace(min_prefill=LENGTH + 1))
     assert (short.ratio, short.recalled_keys) == (1, 0)
     just = count_attention_flops(PROMPTS, config.replace(min_prefill=LENGTH))

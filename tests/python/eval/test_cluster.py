@@ -22,7 +22,7 @@ pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")
 
 ROOT = Path(__file__).parents[3]
-BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
+BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 GRID = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
 TIMES = ["dense_seconds", "sparse_seconds"]
 

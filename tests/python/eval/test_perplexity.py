@@ -142,7 +142,7 @@ def test_logits_that_are_not_finite_are_no_result(tiny_model):
 
 
 def test_attention_is_counted_over_the_windows(tiny_model):
-    for config in (CONFIG, CONFIG.replace(recall=2, recall_block=8, dense_tail=8)):
+    for config in (CONFIG, CONFIG.replace(recall=2, dense_tail=8)):
         result = _evaluate(tiny_model, config, windows="1:3")
         flops = count_attention_flops(TOKENS[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
         assert result.attention_flops_ratio == flops.ratio > 1

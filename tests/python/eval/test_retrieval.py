@@ -29,7 +29,7 @@ from h2o_prefill.hf.kinds import enabled_of
 TEXT = "A quick brown fox did jump over it. The lazy dog sat still all day. " * 60
 CORPUS = Corpus("foxes", TEXT, "foxes.txt")
 SPARSE = PrefillConfig(chunk_size=64, local_window=16, heavy_budget=16)
-VARIANTS = {"small": SPARSE, "recall": SPARSE.replace(recall=2, recall_block=32)}
+VARIANTS = {"small": SPARSE, "recall": SPARSE.replace(recall=2)}
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_columns_and_figures(tiny_model, small_config, clock):
 def test_recalled_keys_are_those_of_the_prompts(tiny_model, small_config, monkeypatch):
     prompt = torch.arange(48).remainder(5).unsqueeze(0)
     monkeypatch.setattr("h2o_prefill.eval.timing.random_ids", lambda *_: prompt)
-    config = small_config.replace(recall=2, recall_block=8)
+    config = small_config.replace(recall=2)
     (row,) = benchmark_throughput(tiny_model, [48], 1, config).to_dict(orient="records")
     flops = count_attention_flops(prompt, config, 2)
     assert (row["attention_flops_ratio"], row["recalled_keys"]) == (

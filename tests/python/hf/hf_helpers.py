@@ -24,9 +24,9 @@ EXACT: dict[str, Any] = {
     "heavy_budget": 64,
     "min_prefill": None,
 }
-RECALL: dict[str, Any] = {**SPARSE, "recall": 2, "recall_block": 8}
+RECALL: dict[str, Any] = {**SPARSE, "recall": 2}
 H2O: dict[str, Any] = {"config": "h2o", **SPARSE}
-RECOMMENDED: dict[str, Any] = {"config": "recommended", "recall_block": 8, **SPARSE}
+RECOMMENDED: dict[str, Any] = {"config": "recommended", **SPARSE}
 MANY = {"sink_tokens": 2, "dense_tail": 5}
 WIDENING = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 2, "wide": ((1, 2), (1, 0, 4))}
 EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY, **WIDENING}

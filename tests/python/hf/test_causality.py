@@ -13,11 +13,11 @@ from random_calls.draw import Draw, draw_settings
 from h2o_prefill import PrefillConfig, enable, ops
 from h2o_prefill.presets import preset_config
 
-RECALL = PrefillConfig(**SIZES, recall=2, recall_block=8)
+RECALL = PrefillConfig(**SIZES, recall=2)
 NAMED = {
-    "recommended": preset_config("recommended", **SIZES, recall_block=8),
-    "blocks": RECALL,
-    "rows": RECALL.replace(recall_block=1),
+    "recommended": preset_config("recommended", **SIZES),
+    "blocks": RECALL.replace(chunk_size=24),  # of eight rows
+    "rows": RECALL.replace(chunk_size=17),  # blocks of one row
 }
 # And settings of every kind: heads and layers that are wide, or widened, dense tails, characters.
 DRAWN = [draw_settings(Draw(random.Random(seed)), 40, layers=2, kv_heads=2) for seed in range(36)]

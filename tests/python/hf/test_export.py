@@ -14,7 +14,7 @@ from h2o_prefill.package import PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import token_text
 
 CONFIG = PrefillConfig.parse(
-    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,"
+    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,"
     "wide=1x2+1.0x4,error_rows=4,error_threshold=0.05,max_widen=2,"
     "recall_characters=3,min_prefill=none"
 )

@@ -19,7 +19,7 @@ from h2o_prefill.profile import (
     settings_of,
 )
 
-CONFIG = preset_config("recommended", **SPARSE, recall_block=8, wide=((1, 0, 2),))
+CONFIG = preset_config("recommended", **SPARSE, wide=((1, 0, 2),))
 
 
 @pytest.fixture(autouse=True)

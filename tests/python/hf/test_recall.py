@@ -8,7 +8,7 @@ from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.vocabulary import token_text
 
 SPARSE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, min_prefill=2)
-RECALL = SPARSE.replace(recall=2, recall_block=8)
+RECALL = SPARSE.replace(recall=2)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_one_search_for_all_layers(llama, text, searches):
 
 def test_the_search_has_the_settings(llama, text, monkeypatch):
     asked = watch(monkeypatch, "lexical_recall", lambda *arguments: arguments)
-    config = RECALL.replace(recall_span=3, recall_characters=4)
+    config = RECALL.replace(recall_characters=4)
     with enable(llama, config):
         llama(text)
     with enable(llama, config, tokenizer=LETTERS):

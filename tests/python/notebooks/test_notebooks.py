@@ -50,7 +50,7 @@ RUNS = {
         " and by_layer['mass_recall', 'h2o'].between(1, 100).all()"
         " and [x.tolist() for x in recalled][SENTENCE.rfind('Ada Lovelace') + 11]"
         # A token a letter: the end of the name recalls its end before, and what follows.
-        " == [SENTENCE.find('Ada Lovelace') + 11, SENTENCE.find('Ada Lovelace') + 12]",
+        " == [SENTENCE.find('Ada Lovelace') + i for i in range(11, 15)]",
         4,
         "",
         "lists of earlier rows unchanged: True",

@@ -11,7 +11,7 @@ BATCH, HEADS, KV_HEADS, DIM, CHUNK = 2, 6, 2, 16, 32
 SETTINGS = {
     "plain": "h2o",
     "widening": "recommended,error_threshold=0.02,recall=0",
-    "recall": "recommended,error_threshold=0.05,wide=0.1x2,gqa_reduce=max,recall_block=16",
+    "recall": "recommended,error_threshold=0.05,wide=0.1x2,gqa_reduce=max",
 }
 
 

@@ -40,9 +40,9 @@ def check(*arguments, **fields):
     return compare_with_oracle(*OPERATORS, *call(*arguments, **fields))
 
 
-def find_recalled(batch, past, tokens, device):
+def find_recalled(batch, past, tokens, device, chunk_size):
     ids = torch.randint(0, 9, (batch, past + tokens), generator=torch.Generator().manual_seed(5))
-    lists = ops.lexical_recall(ids, past, recall_text(S, 16, 3, recall_max_count=1000))
+    lists = ops.lexical_recall(ids, past, recall_text(chunk_size, 3))
     return [x.to(device) for x in lists]
 
 
@@ -58,7 +58,7 @@ def test_head_dims_of_latent_attention(device, dtype, past):
     """DeepSeek V2 and V3 have keys of 192 and values of 128."""
     q, k, v = make_qkv(Shape(1, 2, 2, 150, 192, 128), dtype, device, "transposed", past=past)
     check(q, k, v, dense_tail=20)
-    check(q, k, v, recall=find_recalled(1, past, 150, device), recall_block=16)
+    check(q, k, v, recall=find_recalled(1, past, 150, device, 48), chunk_size=48)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -121,9 +121,8 @@ def test_more_threads_than_tasks_give_the_same_bits(device, reduce):
     """Tasks are cut by query heads, column sums by keys, also where keys are recalled."""
     q, k, v = make_qkv(Shape(1, 6, 2, 1300, 32, 32), device=device)
     fields = {"chunk_size": 608, "local_window": 300, "heavy_budget": 300, "gqa_reduce": reduce}
-    recall = find_recalled(1, 0, 1300, device)
-    given = {"recall": recall, "recall_block": 16, **fields}
-    assert_same_on_threads(lambda: prefill(q, k, v, **given), (1, 40))
+    recall = find_recalled(1, 0, 1300, device, fields["chunk_size"])
+    assert_same_on_threads(lambda: prefill(q, k, v, recall=recall, **fields), (1, 40))
 
 
 def test_sixteen_chunks_of_extreme_logits_stay_finite(device):

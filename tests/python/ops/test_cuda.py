@@ -18,8 +18,8 @@ from h2o_prefill.reference import ops as oracle
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 S = 64
-RECALL = recall_text(S, 16, 3, recall_max_count=1000)
-SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
+RECALL = recall_text(S, 3)
+SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3"
 
 
 ERRORS = ",error_rows=5,error_threshold=0.01,max_widen=4"
@@ -124,9 +124,9 @@ def test_long_calls_agree_with_the_oracle(name, head_dim):
         # Memory sets are the last keys alone: among heavy hitters two may be as good.
         fields = {"local_window": 700, "heavy_budget": 0}
         ids = torch.randint(0, 500, (1, 8000), generator=torch.Generator().manual_seed(5))
-        text = recall_text(1024, 64, 4, recall_max_count=1000, **fields)
+        text = recall_text(1024, 4, **fields)
         lists = [x.cuda() for x in ops.lexical_recall(ids, 0, text)]
-        tail = settings_text(chunk_size=1024, dense_tail=300, recall_block=64, **fields)
+        tail = settings_text(chunk_size=1024, dense_tail=300, **fields)
         check("chunked_sparse_attention", *qkv(8000), None, None, *lists, 0, tail)
 
 

@@ -32,24 +32,16 @@ def test_what_a_token_recalls_depends_on_no_later_token(seed):
     assert torch.equal(seen_before(tokens), seen_before(changed))
 
 
-MOST = {"recall_span": 1024, "recall_max_count": 2**31 - 1, "recall_suffix": 1}
-
-
 def test_matches_that_overlap_are_passed_over_at_once():
     """Of equal tokens each has 1,024 matches, with nearly the same keys after them."""
-    length, chunk = 8192, 1024
+    length, chunk = 8192, 1023  # blocks of one row
     tokens = torch.zeros(1, length, dtype=torch.int64)
-    offsets, positions, _ = ops.lexical_recall(tokens, 0, recall_text(chunk, 1, 1024, **MOST))
-    assert offsets.diff().tolist() == [0] * chunk + [chunk] * (length - chunk)
-    assert torch.equal(positions[-chunk:], torch.arange(chunk).int() + length - 2 * chunk)
-    period = torch.arange(length)[None] % chunk
-    offsets, positions, _ = ops.lexical_recall(period, 0, recall_text(chunk, 128, 1024, **MOST))
-    # From the first match of the block's first token up to the chunk.
-    listed = [i // 8 * chunk - i % 8 * 128 for i in range(8, length // 128)]
-    assert offsets.diff().tolist() == [0] * 8 + listed
+    offsets, positions, _ = ops.lexical_recall(tokens, 0, recall_text(chunk, 1024))
+    assert offsets.diff().tolist() == [0] * chunk + [1022] * chunk + [1024] * (length - 2 * chunk)
+    assert torch.equal(positions[-1024:], torch.arange(8 * chunk - 1024, 8 * chunk).int())
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(1, 131072).long(), torch.arange(131072)[None] % 64])
 def test_lists_without_end_are_refused(tokens):
     with pytest.raises(ValueError, match="recall must list at most 67108864 keys for the blocks"):
-        ops.lexical_recall(tokens, 0, recall_text(1024, 1, 1024, **MOST))
+        ops.lexical_recall(tokens, 0, recall_text(1023, 1024))

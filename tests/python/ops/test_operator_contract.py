@@ -13,7 +13,7 @@ from h2o_prefill import PrefillConfig, ops
 OPS = torch.ops.h2o_prefill
 NO_STATE = (None,) * 5
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [0, 0], [97, 99]], dtype=torch.int32)
-SETTINGS = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1,recall_block=8,recall=2"
+SETTINGS = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1,recall=2"
 
 
 def samples(dtype=torch.float32, layout="transposed", length=40):
@@ -28,7 +28,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     scores = torch.rand(1, 2, length, dtype=lse.dtype)
     memory = torch.tensor([[[0, 2, -1], [1, 3, 4]]], dtype=torch.int32)
     ids = torch.randint(0, 5, (1, length + 9))
-    recall = ops.lexical_recall(ids, 9, recall_text(16, 8, 2))
+    recall = ops.lexical_recall(ids, 9, recall_text(16, 2))
     new = long_k[:, :, 9:], long_v[:, :, 9:]
     buffers = (
         torch.empty(1, 2, length + 20, 16, dtype=dtype).copy_(
@@ -57,7 +57,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "prefill_attention_": (long_q, *new, *buffers, position, *recall, 0, SETTINGS),
         "advance_position_": (position, length, SETTINGS),
         "accumulate_scores_": (buffers[2], memory, torch.rand(1, 2, 3, dtype=lse.dtype)),
-        "lexical_recall": (ids, 9, recall_text(16, 8, 2, recall_characters=3), TOKEN_TEXT),
+        "lexical_recall": (ids, 9, recall_text(16, 2, recall_characters=3), TOKEN_TEXT),
         "recall_at_position": (ids, torch.tensor([9, 0]), ids.shape[1] - 9, SETTINGS),
         "chunkwise_linear_attention": (*linear, *mode),
         "chunkwise_linear_attention_backward": (*linear, grad_out, *states, *mode),

@@ -11,8 +11,7 @@ from h2o_prefill.eval.timing import peak_bytes
 
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
 CONFIG = PrefillConfig.parse(
-    "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,recall_block=16,"
-    "wide=1x2,max_widen=1"
+    "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,wide=1x2,max_widen=1"
 )
 # Tokens of the calls over the prompt; single tokens are decoded after it.
 CALLS, NUM_DECODED = (150, 20, 64), 4

@@ -6,7 +6,7 @@ from op_testing import Shape, make_qkv, recall_text, settings_text
 
 from h2o_prefill.reference import ops
 
-S, L, H, BLOCK = 16, 4, 4, 8
+S, L, H, BLOCK = 12, 4, 4, 4
 NO_RECALL = (None, None, None)
 GROUPS = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 
@@ -17,7 +17,7 @@ def random_qkv(tokens, heads=(4, 2), past=0, dtype=torch.float64):
 
 
 def text(**fields):
-    sizes = {"chunk_size": S, "local_window": L, "heavy_budget": H, "recall_block": BLOCK}
+    sizes = {"chunk_size": S, "local_window": L, "heavy_budget": H}
     return settings_text(**(sizes | fields))
 
 
@@ -88,11 +88,7 @@ def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"
 def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
     q, k, v = random_qkv(tokens, heads)
     ids = torch.randint(0, 6, (2, tokens), generator=torch.Generator().manual_seed(0))
-    recall = (
-        ops.lexical_recall(ids, 0, recall_text(S, BLOCK, 2, recall_max_count=99))
-        if recalls
-        else NO_RECALL
-    )
+    recall = ops.lexical_recall(ids, 0, recall_text(S, 2)) if recalls else NO_RECALL
     out, scores, memory = prefill(q, k, v, recall=recall, **options)
     expected = by_definition(q, k, v, recall, **options)
     assert_equal(out, expected[0])

@@ -22,7 +22,7 @@ CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
 SIZES = f"chunk_size={CHUNK},local_window=6,heavy_budget=5,sink_tokens=1"
 SPARSE = {
     "h2o": f"h2o,{SIZES}",
-    "recommended": f"recommended,{SIZES},recall_block=16,error_threshold=0.02",
+    "recommended": f"recommended,{SIZES},recall=3,error_threshold=0.02",
     "layers": f"h2o,{SIZES},dense_layers=0,wide=1x2",
 }
 DRAWN = torch.Generator().manual_seed(0)
