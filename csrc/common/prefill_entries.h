@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -14,7 +15,7 @@
 
 namespace h2o_prefill {
 
-// Computes the attention of the request, updates its state, and returns [B, Hq, T, Dv].
+// Computes the sparse attention of all rows, updates the state, and returns [B, Hq, T, Dv].
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
 // From the three optional tensors of a schema.
@@ -23,6 +24,17 @@ inline RecallLists recall_lists(const OptionalTensor& offsets, const OptionalTen
   return {.offsets = or_undefined(offsets),
           .positions = or_undefined(positions),
           .visible_from = or_undefined(visible_from)};
+}
+
+// A sparse call, whose last `dense_tail` queries attend to every key instead.
+template <SparseAttention attend, Attention attend_densely>
+at::Tensor attend_sparsely(const PrefillRequest& request) {
+  at::Tensor out = attend(request);
+  const int64_t length = request.length();
+  if (const int64_t tail = std::min(request.settings.dense_tail, length); tail > 0) {
+    out.narrow(2, length - tail, tail).copy_(attend_densely(request.last_rows(tail)));
+  }
+  return out;
 }
 
 // out, scores, memory, errors
@@ -44,21 +56,21 @@ PrefillResult attend_with_copies(const AttentionArguments& x, const OptionalTens
   const bool is_sparse = !layer || settings.is_sparse(*layer, x.past(), x.length());
   request.take_copies(scores, memory, errors, /*keep=*/!is_sparse || x.is_empty());
   at::Tensor out = x.is_empty() ? x.empty_out()
-                   : is_sparse  ? attend(request)
+                   : is_sparse  ? attend_sparsely<attend, attend_densely>(request)
                                 : attend_densely(request);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
           std::move(request.errors)};
 }
 
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
-template <SparseAttention attend>
+template <SparseAttention attend, Attention attend_densely>
 PrefillResult chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& scores,
     const OptionalTensor& memory, const OptionalTensor& recall_offsets,
     const OptionalTensor& recall_positions, const OptionalTensor& recall_visible_from,
     int64_t last_chunk_begin, std::string_view settings, std::optional<double> scale,
     const OptionalTensor& sinks, double softcap, const OptionalTensor& errors) {
-  return attend_with_copies<attend, nullptr>(
+  return attend_with_copies<attend, attend_densely>(
       {q, k, v, scale, sinks, softcap}, scores, memory, errors, last_chunk_begin,
       recall_lists(recall_offsets, recall_positions, recall_visible_from), *read_settings(settings),
       /*layer=*/std::nullopt);
@@ -99,7 +111,7 @@ at::Tensor prefill_attention_in_place_entry(
        .errors = or_undefined(checkpoint_errors)});
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
-  if (call.is_sparse) return attend(request);
+  if (call.is_sparse) return attend_sparsely<attend, attend_densely>(request);
   if (fits_window(window, request.total())) return attend_densely(request);
   if (request.length() > 1) return std::get<0>(attend_in_window(request, *window));
   // One row sees all keys of its window.

@@ -84,8 +84,6 @@ struct PrefillRequest : AttentionArguments {
     fill_checkpoint(number);
   }
   void fill_checkpoint(int64_t number) const;
-  // Queries at the end of the call that attend to every key.
-  int64_t tail() const { return std::min(settings.dense_tail, length()); }
   bool recalls() const { return recall.offsets.defined(); }
   int64_t recall_blocks() const;
 

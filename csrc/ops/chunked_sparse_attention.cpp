@@ -7,7 +7,7 @@ std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
     const PrefillConfig& settings, const RecallLists& recall, std::optional<double> scale,
     const std::optional<at::Tensor>& sinks, double softcap) {
-  static const auto op = find_op<decltype(chunked_sparse_attention_entry<nullptr>)>(
+  static const auto op = find_op<decltype(chunked_sparse_attention_entry<nullptr, nullptr>)>(
       "h2o_prefill::chunked_sparse_attention");
   auto [out, scores, memory, errors] = op.call(
       q, k, v, if_defined(state.scores), if_defined(state.memory), if_defined(recall.offsets),

@@ -117,14 +117,12 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
   if (request.ends_at_checkpoint()) select(length);
-  if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail).copy_(composite::dense_attention(request.last_rows(tail)));
-  }
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("chunked_sparse_attention", &chunked_sparse_attention_entry<chunked_sparse_attention>);
+  m.impl("chunked_sparse_attention",
+         &chunked_sparse_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention", &prefill_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention_",
          &prefill_attention_in_place_entry<chunked_sparse_attention, dense_attention,

@@ -67,14 +67,12 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
     std::fill_n(request.memory.mutable_data_ptr<int32_t>(), request.memory.numel(), -1);
   }
   if (request.ends_at_checkpoint()) select(length);
-  if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail).copy_(dense_attention_cpu(x.last_rows(tail)));
-  }
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
-  m.impl("chunked_sparse_attention", &chunked_sparse_attention_entry<chunked_sparse_attention_cpu>);
+  m.impl("chunked_sparse_attention",
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention_",

@@ -189,15 +189,12 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   } else if (sets) {
     sets->end();
   }
-  if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
-  }
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunked_sparse_attention",
-         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda>);
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention_",
