@@ -8,7 +8,6 @@
 #include <thread>
 #include <type_traits>
 
-#include "h2o_prefill/compact_past.h"
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/ops.h"
 #include "h2o_prefill/package_session.h"

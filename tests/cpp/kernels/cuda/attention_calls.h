@@ -17,13 +17,13 @@ struct Kernels {
   cudaError_t (*attend)(const AttendForwardParams& params, cudaStream_t stream);
   cudaError_t (*sum_columns)(const ColumnSumsParams& params, cudaStream_t stream);
   column_sums::Grid (*divide)(const ColumnSumsParams& params);
-  size_t shared_bytes;
-  std::vector<DType> dtypes;
-  std::vector<DType> few_dtypes;  // for long cases
-  std::vector<int64_t> dims;
-  std::vector<int64_t> widths;  // of memory sets, around the tile of keys
-  std::vector<float> scales;
-  std::vector<double> softcaps;
+  size_t shared_bytes = 0;
+  std::vector<DType> dtypes = {};
+  std::vector<DType> few_dtypes = {};  // for long cases
+  std::vector<int64_t> dims = {};
+  std::vector<int64_t> widths = {};  // of memory sets, around the tile of keys
+  std::vector<float> scales = {};
+  std::vector<double> softcaps = {};
 };
 
 inline const Kernels* tested = nullptr;

@@ -78,7 +78,6 @@ class ChunkEndCall {
                                     .chunk_begin = x_.shape.past(),
                                     .chunk_end = keys,
                                     .budget = budget_,
-                                    .heads = x_.shape.kv_heads,
                                     .errors = state.errors.data(),
                                     .widening = widening(),
                                     .selected = state.selected.data(),

@@ -101,7 +101,7 @@ void check(const Problem& p) {
                                   .chunk_end = p.chunk_end,
                                   .budget = {p.local_window, p.heavy_budget, p.sink_tokens},
                                   .errors = p.widened ? errors.data() : nullptr,
-                                  .widening = {.most_doublings = p.heads},
+                                  .widening = {.threshold = 0.0, .most_doublings = p.heads},
                                   .selected = selected.data(),
                                   .width = p.width()};
   ASSERT_EQ(launch_chunk_end({.units = p.heads, .select = params}, nullptr), cudaSuccess);
