@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +10,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.selection import Selector
-from h2o_prefill.state import PrefillState, empty_state, with_room
+from h2o_prefill.state import PrefillState, empty_state
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -76,20 +72,16 @@ def sparse_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    layer: int | None = None,
-    select: Selector | None = None,
 ) -> tuple[Tensor, PrefillState]:
     """Prefill one layer sparsely, whatever the length of the call; return the state after it.
 
     Arguments as for `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
-    candidates for the first memory set, with score 0. `select` replaces the choice of memory sets.
+    candidates for the first memory set, with score 0.
     """
     if state is None:
         state = empty_state(k)
     state = state.map(lambda x: x.to(q.device))
     options = scale, sinks, softcap
-    if select is not None:
-        return _attend_by_rule(q, k, v, state, config, recall, options, layer, select)
     scores, memory, begin, errors = state.fields
     told = (*recall, begin, config, *options)
     out, scores, memory, errors = ops.chunked_sparse_attention(
@@ -97,53 +89,6 @@ def sparse_attention(
     )
     begin = config.last_chunk_begin(k.shape[2] - q.shape[2], q.shape[2])
     return out, PrefillState(scores, memory, k.shape[2], begin, errors)
-
-
-def _attend_by_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: PrefillState,
-    config: PrefillConfig,
-    recall: RecallLists,
-    options: LogitOptions,
-    layer: int | None,
-    select: Selector,
-) -> tuple[Tensor, PrefillState]:
-    """Prefill as `sparse_attention`, chunk by chunk, each with the memory set of a rule."""
-    length, before = q.shape[2], k.shape[2] - q.shape[2]
-    outs = []
-    for first in range(0, length, config.chunk_size):
-        last = min(first + config.chunk_size, length)
-        begin, end = before + first, before + last
-        queries, keys, values = q[:, :, first:last], k[:, :, :end], v[:, :, :end]
-        memory = state.memory[..., :0]
-        if begin > 0:
-            past = keys[:, :, :begin], values[:, :, :begin]
-            memory = select.select(state, *past, config, layer, options[0])
-            members = (memory >= 0).sum(-1).double().mean()
-            select.dot_products = select.dot_products + (last - first) * members
-        # No tokens lie between the last chunk and this one: the candidates are `memory` alone.
-        state = replace(state, memory=memory, last_chunk_begin=begin)
-        kept = _keeping(config, memory.shape[2])
-        lists = lists_of_rows(recall, length, first, last, config.recall_block)
-        out, state = sparse_attention(queries, keys, values, state, kept, lists, *options)
-        state.queries = queries
-        outs.append(out)
-    out = torch.cat(outs, dim=2)
-    if tail := min(config.dense_tail, length):
-        out[:, :, -tail:] = ops.dense_attention(q[:, :, -tail:], k, v, *options)
-    state.memory = with_room(state.memory, config.memory_size)
-    return out, state.clone()  # Its queries are a view of the model's.
-
-
-@lru_cache(maxsize=256)
-def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
-    """Return settings that keep this number of candidates and nothing else."""
-    budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Advice on budgets is for settings that a user wrote.
-        return config.with_fields(**budget, max_widen=1, dense_tail=0)
 
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:

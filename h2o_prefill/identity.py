@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import marshal
-import pkgutil
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +28,6 @@ CHANGED = {
     "model": "owner",
     "weights": "weights",
     "adapters": "active adapters, or their weights,",
-    "select": "selection rule",
     "tokenizer": "tokenizer",
     "autocast": "autocast dtype",
 }
@@ -56,7 +52,6 @@ class Marks(NamedTuple):
 
     weights: int
     adapters: int
-    select: str  # the selection rule, empty if there is none
     tokenizer: str  # the text of its tokens that recall compares, empty if there is none
     autocast: torch.dtype | None  # None: off
 
@@ -97,8 +92,8 @@ def difference(one: Marks, other: Marks) -> str:
     return next((name for name, here, there in pairs if here != there), "")
 
 
-def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -> Marks:
-    """Return the marks of a model as it is now, with a selection rule and the text of its tokens.
+def marks_of(model: Any, token_text: Tensor | None = None) -> Marks:
+    """Return the marks of a model as it is now, with the text of its tokens.
 
     Of weights: how often PyTorch has changed them in place, and samples of them, since it does not
     count what is written through `.data`.
@@ -119,7 +114,6 @@ def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -
     return Marks(
         hash(tuple(counts[False])),
         hash((*counts[True], *_active_adapters(model).items())),
-        "" if select is None else _rule_word(select),
         "" if token_text is None else f"{checksum(token_text) % 2**64:016x}",
         torch.get_autocast_dtype(kind) if casts else None,
     )
@@ -132,8 +126,8 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
     names that begin with "_"), as JSON. weights: the same of the name, dtype, shape and checksum
     (docs/cpp.md) of each parameter and saved buffer, in the order of their names, without
     adapters (PEFT). adapters: names and weights of the active ones that are not merged. tokenizer
-    and select come from the marks. This reads the weights once, at the speed of memory; it is no
-    protection against forgery.
+    comes from the marks. This reads the weights once, at the speed of memory; it is no protection
+    against forgery.
     """
     active, every = _active_adapters(model), model.config.get_text_config(decoder=True).to_dict()
     config = {k: plain_value(v) for k, v in every.items() if k not in _NO_PART and k[0] != "_"}
@@ -149,32 +143,8 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
     if names := sorted({name for _, name in active}):
         words["adapters"] = "+".join(names) + ":" + adapters.hexdigest()[:16]
     if marks is not None:
-        words |= {name: getattr(marks, name) for name in ("tokenizer", "select")}
+        words["tokenizer"] = marks.tokenizer
     return " ".join(f"{name}={value}" for name, value in words.items() if value)
-
-
-def _rule_word(rule: Any) -> str:
-    """Return what tells one selection rule from another: its name if its module has it, or code."""
-    if isinstance(rule, functools.partial):
-        made: list[Any] = [_rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
-    else:
-        owner = rule if hasattr(rule, "__qualname__") else type(rule)
-        name = f"{owner.__module__}.{owner.__qualname__}"
-        if _is_importable(rule) and owner.__module__ != "__main__":
-            return name
-        code = getattr(rule, "__code__", None)
-        cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-        made = [name, code and marshal.dumps(code), getattr(rule, "__defaults__", None), cells]
-        made.append(getattr(rule, "__dict__", {}))
-    word = getattr(getattr(rule, "func", rule), "__qualname__", type(rule).__qualname__)
-    return f"{word}:{hashlib.sha256(repr(made).encode()).hexdigest()[:16]}".replace(" ", "")
-
-
-def _is_importable(rule: Any) -> bool:
-    try:
-        return pkgutil.resolve_name(f"{rule.__module__}:{rule.__qualname__}") is rule
-    except (AttributeError, ImportError, ValueError):
-        return False
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

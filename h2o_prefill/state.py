@@ -79,8 +79,6 @@ class PrefillState:
         float32 [B, Hkv, 4]: what `error_rows` measured so far. For each head, how often its L and
         H have doubled, the sum of its errors, their number, and the sum of the factors of L and H
         in these chunks.
-    queries : Tensor, optional
-        [B, Hq, n, D] of the last sparse chunk, where a selection rule may need them.
     """
 
     scores: Tensor
@@ -88,7 +86,6 @@ class PrefillState:
     length: int
     last_chunk_begin: int
     errors: Tensor
-    queries: Tensor | None = None
 
     @property
     def fields(self) -> tuple[Tensor, Tensor, int, Tensor]:
@@ -109,16 +106,13 @@ class PrefillState:
         cut = replace(self, scores=self.scores[..., :length], length=length)
         if length <= self.last_chunk_begin:
             memory = torch.full_like(self.memory, -1)
-            return replace(cut, memory=memory, last_chunk_begin=0, queries=None)
-        if self.queries is not None:
-            cut.queries = self.queries[:, :, : length - self.last_chunk_begin]
+            return replace(cut, memory=memory, last_chunk_begin=0)
         return cut
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefillState:
         """Return a state with every tensor changed."""
-        queries = None if self.queries is None else change(self.queries)
         scores, memory, errors = map(change, (self.scores, self.memory, self.errors))
-        return replace(self, scores=scores, memory=memory, errors=errors, queries=queries)
+        return replace(self, scores=scores, memory=memory, errors=errors)
 
     def clone(self) -> PrefillState:
         """Return a copy that shares no tensors."""

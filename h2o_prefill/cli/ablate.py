@@ -14,7 +14,6 @@ from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import parse_values, run_ablation
 from h2o_prefill.eval.ablation_table import CSV_NAME
-from h2o_prefill.selection import load_rule
 
 _GRID = "Grid: one or more values, separated by commas"
 
@@ -56,7 +55,6 @@ def ablate(
         list[str] | None,
         options.preset_option("Settings of fields that no option of the grid names; repeatable"),
     ] = None,
-    select: options.SelectOption = None,
     output: Path = typer.Option(
         Path("benchmark_results"),
         metavar="DIR",
@@ -81,7 +79,6 @@ def ablate(
         settings = options.all_settings(preset)
         given = {name: text for name, text in vars(grid).items() if text is not None}
         axes = {name: parse_values(name, text) for name, text in given.items()}
-        rule = None if select is None else load_rule(select)
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
@@ -102,13 +99,11 @@ def ablate(
                 windows=windows,
                 tokenizer=tokenizer,
                 model_name=model.model,
-                select=rule,
                 cluster=workers,
                 on_progress=show,
             )
         title = f"{model}, windows {windows}, {len(frame)} cells\n"
         title += "; ".join(options.describe(config, **given) for config in base)
-        title += f", select={select}" if select else ""
         console.stderr.print(f"wrote {csv_file}")
         if plot:
             plot_ablation(frame, figure)

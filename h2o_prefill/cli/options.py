@@ -25,7 +25,6 @@ from h2o_prefill.eval.ablation_table import LETTERS
 from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
 from h2o_prefill.generation.cluster import connect
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
-from h2o_prefill.selection import RULES
 
 SIZES = "Sparse prefill"
 
@@ -221,7 +220,7 @@ def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
     return settings
 
 
-def describe(config: PrefillConfig, select: str | None = None, **grid: str) -> str:
+def describe(config: PrefillConfig, **grid: str) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles.
 
     `grid` has the values, with commas between, of fields that do not keep those of `config`.
@@ -230,20 +229,10 @@ def describe(config: PrefillConfig, select: str | None = None, **grid: str) -> s
     sizes = [f"{letter}={grid.get(x, getattr(config, x))}" for x, letter in LETTERS.items()]
     others = [x for x in changes if x.partition("=")[0] not in {*LETTERS, *grid}]
     others += [f"{name}={values}" for name, values in grid.items() if name not in LETTERS]
-    others += [f"select={select}"] if select else []
     # Lists of many heads are cut.
     return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
 
 
-SelectOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        help=f"Selection rule that chooses the keys in place of the scores: {', '.join(RULES)} (of "
-        "K + L + H keys), or one of your own, as MODULE:FUNCTION or FILE.py:FUNCTION.",
-        rich_help_panel=SIZES,
-    ),
-]
 ContextOption = Annotated[int, typer.Option(min=1, help="Window length in tokens.")]
 WindowsOption = Annotated[
     str,

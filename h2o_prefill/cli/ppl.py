@@ -6,7 +6,6 @@ from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
 from h2o_prefill.eval.windows import parse_windows
-from h2o_prefill.selection import load_rule
 
 
 @options.command
@@ -17,7 +16,6 @@ def ppl(
     *,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
-    select: options.SelectOption = None,
     report: outputs.PlotOptions,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
@@ -25,7 +23,6 @@ def ppl(
 
     report.check()
     settings.check()
-    rule = None if select is None else load_rule(select)
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
@@ -38,11 +35,10 @@ def ppl(
             tokenizer=tokenizer,
             context=context,
             windows=windows,
-            select=rule,
             on_progress=show,
         )
     title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
-    title += options.describe(config, select)
+    title += options.describe(config)
     origin = model.origin(corpus, preset=config.to_string())
     report.write(lambda: perplexity_report(result, **origin))
     report.draw(plot_perplexity, result, title)

@@ -17,7 +17,6 @@ from h2o_prefill.eval.retrieval import (
     retrieval_report,
 )
 from h2o_prefill.eval.retrieval_prompts import TASKS
-from h2o_prefill.selection import load_rule
 
 
 @options.command
@@ -44,7 +43,6 @@ def retrieve(
         list[str] | None,
         options.preset_option("Settings to compare with dense prefill; repeatable"),
     ] = None,
-    select: options.SelectOption = None,
     seed: int = typer.Option(
         0, help="Random seed of needles and texts; equal seeds give equal prompts."
     ),
@@ -67,7 +65,6 @@ def retrieve(
 
     report.check()
     settings = options.all_settings(preset)
-    rule = None if select is None else load_rule(select)
     wanted: dict[str, Any] = {
         "tasks": tasks.split(","),
         "lengths": options.parse_numbers(lengths, "lengths"),
@@ -89,14 +86,12 @@ def retrieve(
             {config.to_string(): config for config in configs},
             tokenizer=tokenizer,
             seed=seed,
-            select=rule,
             kept=kept,
             cluster=workers,
             on_progress=show,
             **wanted,
         )
     title = f"{model}\nneedles in {corpus.name}, question {question}"
-    title += f", select={select}" if select else ""
     report.write(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
     report.draw(plot_retrieval, result, title)
     report.show(title, tables.retrieval_table(result))

@@ -10,7 +10,6 @@ from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation.text import encode
-from h2o_prefill.selection import load_rule
 
 
 @options.command
@@ -29,7 +28,6 @@ def visualize(
         help="Folder for the figures, created if necessary.",
     ),
     figure_format: options.FormatOption = "png",
-    select: options.SelectOption = None,
     report: outputs.ReportOptions,
 ) -> None:
     """Draw which positions memory sets keep, and their errors: the figures memory and errors."""
@@ -37,7 +35,6 @@ def visualize(
 
     report.check()
     settings.check()
-    rule = None if select is None else load_rule(select)
     files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
     outputs.check_output_folder(output, files)
     corpus = text.load()
@@ -46,7 +43,7 @@ def visualize(
     tokens = encode(tokenizer, corpus.text)
     _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
     title = f"{model}, {corpus.name} window {window} of {context} tokens, "
-    title += options.describe(config, select)
+    title += options.describe(config)
     with console.show_progress("prefill") as show:
         measures = visualize_attention_patterns(
             network,
@@ -55,12 +52,11 @@ def visualize(
             output,
             figure_format,
             title=title,
-            select=rule,
             on_progress=show,
         )
     values = measures.to_dict()
     name = config.to_string()
-    given = {"window": window, "context": context, "preset": name, "select": select}
+    given = {"window": window, "context": context, "preset": name}
     origin = model.origin(corpus, **given) | values.pop("config")
     report.write(lambda: build_report(origin, **values))
     report.show(title, tables.attention_table(measures), *(output / file for file in files))

@@ -10,7 +10,6 @@ Arguments that several evaluations share:
   text. Default: what `enable` takes.
 - `context` is the number of tokens of a window, at least two chunks, and `windows` a slice
   "begin:end" of the windows of a text, which do not overlap.
-- `select` is a selection rule for the sparse runs, as `enable` takes it.
 - `cluster` is a `ModelCluster` whose workers have the same model and measure the pieces. Default:
   this process measures.
 - `on_progress` is called with (steps done, steps in all, what runs next); a cluster counts pieces.

@@ -39,7 +39,6 @@ from h2o_prefill.generation.runs import (
     sparse_at_any_length,
 )
 from h2o_prefill.generation.text import Corpus, encode, load_text
-from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,7 +126,6 @@ def run_ablation(
     dtype: str = "float32",
     device: str = "cpu",
     model_name: str | None = None,
-    select: SelectionRule | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -158,9 +156,6 @@ def run_ablation(
         Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or the one in the model's config.
-    select : callable, optional
-        A selection rule for all cells. Cells are known by its name: a rule that has changed needs
-        another name, or another folder.
     cluster : ModelCluster, optional
         Workers that measure the cells; the table is written here. Each of them runs the windows
         densely once.
@@ -195,10 +190,9 @@ def run_ablation(
     grid = build_grid(axes, contexts, chosen)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
-        with prefill_mode(network, config, select=select):
+        with prefill_mode(network, config):
             pass  # raises where settings do not fit the model
-    of_rule = [] if select is None else [Selector(select).name]
-    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows, of_rule)
+    texts, cells = _find_cells(grid, corpora, network, tokenizer, windows)
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
     pieces = {key: cell for key, cell in cells.items() if key not in rows}
@@ -208,7 +202,7 @@ def run_ablation(
         needed = [number for number, _ in pieces.values()]
         total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
     held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
-    shared = name, texts, select
+    shared = name, texts
     failed: dict[str, Exception] = {}
     for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
         number, config = pieces[key]
@@ -251,11 +245,11 @@ _Cell = tuple[int, PrefillConfig]
 
 def _measure_cell(
     held: LoadedModel,
-    shared: tuple[str | None, list[_Text], SelectionRule | None],
+    shared: tuple[str | None, list[_Text]],
     piece: _Cell,
 ) -> dict[str, Any]:
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
-    name, texts, select = shared
+    name, texts = shared
     number, config = piece
     text, network = texts[number], held.network
     cell = text.cell_name(config)
@@ -267,7 +261,7 @@ def _measure_cell(
     with torch.no_grad(), eval_mode(network):
         runs, origin = held.keep(f"{text.key} {name}", begin)
         result = runs.evaluate(
-            config, lambda index, what: held.step(what if what == "dense" else cell), select
+            config, lambda index, what: held.step(what if what == "dense" else cell)
         )
     return {**table.measures(result), **origin, **text.columns}
 
@@ -278,7 +272,6 @@ def _find_cells(
     network: nn.Module,
     tokenizer: Any,
     windows: str,
-    of_rule: list[str],
 ) -> tuple[list[_Text], dict[str, _Cell]]:
     """Return each text at each context, and all cells by key."""
     weights = model_digest(network)
@@ -293,7 +286,7 @@ def _find_cells(
                 # Without the fields at their defaults: a new field leaves old keys as they are.
                 values = {n: getattr(config, n) for n in FIELDS}
                 changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
-                key = digest(corpus.name, digests, changed, *of_rule)
+                key = digest(corpus.name, digests, changed)
                 cells[key] = len(texts), config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}

@@ -49,7 +49,6 @@ COLUMNS: dict[str, str] = {
     # A settings text: a preset and what differs from it.
     "preset": _TEXT,
     **_SETTINGS,
-    "select": _TEXT,  # the name of the selection rule, empty if there is none
     "scored_tokens": _WHOLE,  # of all windows
     "dense_ppl": _REAL,  # perplexity over them
     "sparse_ppl": _REAL,

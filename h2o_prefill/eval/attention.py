@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import Progress, check_model, report_progress
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.presets import chosen_config
-from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
 
@@ -119,7 +117,6 @@ def measure_attention(
     input_ids: Tensor,
     chunk_config: PrefillConfig | str | None = None,
     *,
-    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
@@ -147,7 +144,7 @@ def measure_attention(
     ----------
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
-    model, chunk_config, select, on_progress
+    model, chunk_config, on_progress
         As in `h2o_prefill.eval`. `min_prefill` has no effect.
 
     Raises
@@ -173,7 +170,7 @@ def measure_attention(
         report_progress(on_progress, index, total, f"attention of layer {index}")
         qkv = call.query, call.key, call.value
         of_layer = config.of_layer(index), recalled, call.logit_options
-        found[index] = measure_layer(*qkv, *of_layer, index, select)
+        found[index] = measure_layer(*qkv, *of_layer)
 
     observe_prompt(model, prompt, observe, config.dense_layers)
     report_progress(on_progress, total, total, "done")
@@ -218,8 +215,6 @@ def measure_layer(
     config: PrefillConfig,
     recalled: RecallLists = NO_RECALL,
     options: LogitOptions = PLAIN_LOGITS,
-    layer: int | None = None,
-    select: SelectionRule | None = None,
 ) -> LayerMeasures:
     """Compare sparse with dense attention of one layer, q, k and v [1, H, T, D], chunk by chunk."""
     # In 16 bits the rounding of two outputs would count as the error of one.
@@ -229,10 +224,6 @@ def measure_layer(
     chunks: list[tuple[Tensor, ...]] = []
     # Sinks have no part in the shares of a softmax.
     shares_only = options[0], None, options[2]
-    selector = None
-    if select is not None:
-        # The settings that the rule sees have the whole dense tail.
-        selector = Selector(wraps(select)(lambda given: select(replace(given, config=config))))
     for begin in range(0, length, config.chunk_size):
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
@@ -245,16 +236,12 @@ def measure_layer(
         own = (torch.arange(end, device=query.device) >= begin).to(query)
         own = own.unsqueeze(1).expand(1, kv_heads, -1, -1)
         share = ops.dense_attention(q, k, own, *shares_only)
-        seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only, layer, selector)
+        seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only)
         mass = (share[0, ..., 0].double() / seen[0, ..., 0]).clamp(max=1)
-        sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)
+        sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
-        if selector is None:
-            memory = next_memory(state, config)
-        else:
-            memory = selector.select(state, k, v, config, layer, options[0])
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
-        chunks.append((*sums, mass.sum(1), mass.amin(1), memory[0]))
+        chunks.append((*sums, mass.sum(1), mass.amin(1), next_memory(state, config)[0]))
     columns = (stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True))
     return LayerMeasures(*columns)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,29 +32,23 @@ def count_attention_flops(
     kv_heads: int = 1,
     token_text: Tensor | None = None,
     errors: Sequence[Mapping[int, Tensor]] = (),
-    selected: float | None = None,
 ) -> AttentionFlops:
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense. Lexical recall is
     run on every prompt. `errors` has `PrefillState.errors` of each layer after each prompt: without
-    them memory sets count as they are before errors widen them. `selected` are the query-key
-    products with the memory sets of all prompts and layers, where a selection rule has chosen them.
+    them memory sets count as they are before errors widen them.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
         return AttentionFlops(1.0, 0.0 if config.recall else None)
-    if selected is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Advice on budgets is for settings that a user wrote.
-            config = config.replace(sink_tokens=0, local_window=0, heavy_budget=0)
     dense = count * dense_dot_products(length)
     recalled = sum(
         recalled_dot_products(length, config, find_recalled(prompt[None], config, token_text))
         for prompt in prompts
     )
     factors: list[Tensor] = []  # of every prompt and layer, by KV head
-    total = selected or 0
+    total = 0
     for layer in range(num_layers):
         if layer in config.dense_layers:
             total += dense

@@ -96,8 +96,8 @@ def compare(
     Parameters
     ----------
     model : PreTrainedModel
-        It may be enabled: then the last settings are its own, with the selection rule. In the end
-        it is as it was, also after an error.
+        It may be enabled: then the last settings are its own. In the end it is as it was, also
+        after an error.
     inputs : Tensor, sequence of int, mapping or str
         A prompt of at least two chunks: int64 [T] or [1, T], what a tokenizer returned for it, or a
         text, which needs the tokenizer and gets no chat template.
@@ -191,8 +191,6 @@ def _modes(
     }
     if not chosen.exact:
         name = chosen.to_string()
-        if as_enabled and handle.state.select is not None:
-            name += f", select={handle.state.select.name}"
         modes[name] = chosen, partial(_on, handle) if as_enabled else partial(switched, chosen)
     return modes
 

@@ -33,7 +33,6 @@ from h2o_prefill.generation.runs import (
 )
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.hf.kinds import count_heads
-from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
 # Bins of a chunk in the curves.
@@ -83,7 +82,6 @@ class PerplexityResult:
     # Along a chunk, over all chunks but the first (where both runs are the same).
     by_chunk_position: PositionCurve
     config: PrefillConfig
-    select: str | None  # the name of the selection rule, None if there is none
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
     scored_tokens: int  # all but the first of each window
@@ -101,7 +99,7 @@ class PerplexityResult:
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` adds model, dtype and text."""
     values = asdict(result)
-    names = "select", "context", "windows"
+    names = "context", "windows"
     config = {**origin, **{key: values.pop(key) for key in names}}
     config.update(values.pop("config"))
     return build_report(config, **values)
@@ -115,7 +113,6 @@ def evaluate_perplexity(
     tokenizer: Any = None,
     context: int = 4096,
     windows: str = "0:6",
-    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure a model's perplexity dense and sparse on the same windows of a text.
@@ -127,7 +124,7 @@ def evaluate_perplexity(
     ----------
     dataset : Tensor, sequence of int, Corpus or str
         Tokens, or a text.
-    model, chunk_config, tokenizer, context, windows, select, on_progress
+    model, chunk_config, tokenizer, context, windows, on_progress
         As in `h2o_prefill.eval`.
 
     Returns
@@ -142,7 +139,7 @@ def evaluate_perplexity(
     step = count_steps(on_progress, 2 * len(batches))
     with torch.no_grad(), eval_mode(network):
         runs = PairedRuns(network, tokenizer, selected, batches)
-        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"), select)
+        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
     step("done")
     return result
 
@@ -167,14 +164,11 @@ class PairedRuns:
         self,
         config: PrefillConfig,
         step: Callable[[int, str], None],
-        select: SelectionRule | None = None,
     ) -> PerplexityResult:
         """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward."""
         windows: list[WindowScores] = []
         seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
         errors: list[dict[int, Tensor]] = []
-        selectors: list[Selector] = []
-        options = {"tokenizer": self.tokenizer, "select": select}
         for number, index in enumerate(self.selected):
             input_ids = self.batches[number].to(self._device)
             logits: dict[str, PromptLogits] = {}
@@ -184,10 +178,9 @@ class PairedRuns:
                     logits[name], took = self._run_dense(index, input_ids, step)
                 else:
                     step(index, name)
-                    with prefill_mode(self.model, config, **options) as handle:
+                    with prefill_mode(self.model, config, tokenizer=self.tokenizer) as handle:
                         logits[name], took = self._forward(input_ids.unsqueeze(0))
                     errors.append(dict(handle.state.errors))
-                    selectors += [] if select is None else [handle.state.select]
                 seconds[name].append(took)
             windows.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
             windows[-1].check_finite(f"window {index}")
@@ -197,7 +190,6 @@ class PairedRuns:
             *count_heads(self.model),
             text_for(self.tokenizer, config),
             errors,
-            float(sum(x.dot_products for x in selectors)) if selectors else None,
         )
         scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))
         dense, sparse = scores.dense_nll, scores.sparse_nll
@@ -218,7 +210,6 @@ class PairedRuns:
             by_position=_curve(scores, row, context, chunk_size),
             by_chunk_position=_curve(scores, row_of_chunk, chunk_size, chunk_size),
             config=config,
-            select=selectors[0].name if selectors else None,
             context=context,
             windows=list(self.selected),
             scored_tokens=dense.numel(),

@@ -29,7 +29,6 @@ from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.selection import SelectionRule
 
 File = str | os.PathLike[str]
 Style = dict[str, Any]
@@ -132,7 +131,7 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
     cells = frame.assign(flops=100 / frame["attention_flops_ratio"], preset=presets(frame))
-    points = cells.groupby([*FIELDS, "select"], sort=False, dropna=False, as_index=False).agg(
+    points = cells.groupby(FIELDS, sort=False, dropna=False, as_index=False).agg(
         flops=("flops", "mean"),
         loss=("delta_percent", "mean"),
         error=("stderr_percent", lambda errors: math.hypot(*errors) / len(errors)),
@@ -282,7 +281,6 @@ def visualize_attention_patterns(
     figure_format: str = "png",
     *,
     title: str = "",
-    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
     """Draw which positions the memory sets of a prompt contain, and the sparse attention's error.
@@ -302,9 +300,7 @@ def visualize_attention_patterns(
     if f".{figure_format}" not in SUFFIXES:
         formats = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"figure_format must be one of {formats}, got {figure_format!r}")
-    measures = measure_attention(
-        model, input_ids, chunk_config, select=select, on_progress=on_progress
-    )
+    measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
     folder.mkdir(parents=True, exist_ok=True)
     for name, plot in ATTENTION_FIGURES.items():
         plot(measures, folder / f"{name}.{figure_format}", title)

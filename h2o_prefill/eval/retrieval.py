@@ -47,7 +47,6 @@ from h2o_prefill.generation.runs import (
 )
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import PRESETS, chosen_config
-from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +78,6 @@ class RetrievalResult:
     outcomes: list[PromptOutcome]
     summary: pd.DataFrame  # see `summarize_retrieval`
     variants: dict[str, PrefillConfig]
-    select: str | None  # the name of the selection rule of the variants, None if there is none
     question: str
     prompts_per_cell: int  # prompts of each task, length and depth
     seed: int
@@ -126,7 +124,6 @@ def evaluate_retrieval(
     prompts_per_cell: int = 1,
     question: str = "last",
     seed: int = 0,
-    select: SelectionRule | None = None,
     kept: KeptOutcomes | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
@@ -160,9 +157,8 @@ def evaluate_retrieval(
     seed : int
         Random seed; the same seed gives the same prompts.
     kept : KeptOutcomes, optional
-        A file of finished prompts, which are not asked again; others are added as they finish. It
-        knows prompts by the name of the selection rule, too.
-    model, select, cluster, on_progress
+        A file of finished prompts, which are not asked again; others are added as they finish.
+    model, cluster, on_progress
         As in `h2o_prefill.eval`.
     """
     check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
@@ -179,8 +175,7 @@ def evaluate_retrieval(
     # The baseline is lossless, and faster than the model's own attention.
     runs = {DENSE: PRESETS["exact"]}
     runs |= {name: sparse_at_any_length(config) for name, config in variants.items()}
-    setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
-    rule = None if select is None else Selector(select).name
+    setup = _Setup(Haystack(corpus.text), question, seed, runs)
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
         setup.build(tokenizer, (task, length, depths[0], 0))
@@ -188,7 +183,6 @@ def evaluate_retrieval(
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
     settings = {name: config.to_string() for name, config in runs.items()}
     common = model_digest(network), digest(corpus.text), question, seed, settings
-    common += () if rule is None else (rule,)
     keys = {cell: digest(*common, cell) for cell in cells}
     done = {} if kept is None else kept.found
     found = {cell: done[key] for cell, key in keys.items() if key in done}
@@ -205,7 +199,6 @@ def evaluate_retrieval(
         outcomes=outcomes,
         summary=summarize_retrieval(outcomes, list(runs)),
         variants=dict(variants),
-        select=rule,
         question=question,
         prompts_per_cell=prompts_per_cell,
         seed=seed,
@@ -225,7 +218,6 @@ class _Setup:
     question: str
     seed: int
     runs: dict[str, PrefillConfig]  # by name, the baseline first
-    select: SelectionRule | None  # of all runs but the baseline
 
     def build(self, tokenizer: Any, cell: _Cell) -> tuple[int, RetrievalPrompt]:
         """Return the seed of a prompt, and the prompt."""
@@ -246,8 +238,7 @@ def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
     with torch.no_grad(), eval_mode(network):
         for name, config in setup.runs.items():
             held.step(f"{task} {length} {depth:g} % {name}")
-            rule = None if name == DENSE else setup.select
-            with prefill_mode(network, config, tokenizer=tokenizer, strict=True, select=rule):
+            with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
                 options = {"output_logits": True, "return_dict_in_generate": True}
                 output = generate_greedily(network, ids, new_tokens, **options)
                 log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)

@@ -90,18 +90,18 @@ def _attend_in_static_cache(call: Call, layer: StaticPrefillLayer, prompt: Tenso
 def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
     assert call.context is not None  # Else it is dense.
-    layer, select, config = call.cache_layer, call.enabled.select, call.config
+    layer, config = call.cache_layer, call.config
     assert layer is None or isinstance(layer, ChunkedPrefillLayer)
     if layer is not None:
         call.context.keep_state(layer)
     total, recall = call.past + prompt.shape[2], _recall_lists(call)
-    if layer is not None and select is None and layer.holds(key, value):
+    if layer is not None and layer.holds(key, value):
         told = LayerOptions(recall, call.number, config.to_string(), call.logit_options)
         out = layer.attend(prompt, total, config, told)
         call.enabled.note_errors(call.layer, layer.errors)
         return out
     keys, values, before = key[:, :, :total], value[:, :, :total], getattr(layer, "state", None)
-    given = config.of_layer(call.layer), recall, *call.logit_options, call.layer, select
+    given = config.of_layer(call.layer), recall, *call.logit_options
     out, state = sparse_attention(prompt, keys, values, before, *given)
     if layer is not None:
         layer.state = state
@@ -113,7 +113,6 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
     """Attend with every row of a padded batch as if it were alone, without its padding."""
     # No state is kept but for the errors: its positions would be other tokens in every row.
     config, options = call.config.of_layer(call.layer), call.logit_options
-    select = call.enabled.select
     errors = no_errors(call.key)
 
     def attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, rows: Rows) -> Tensor:
@@ -125,9 +124,7 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
             return ops.dense_attention(q, k, v, *options)
         recall = _recall_lists(call, span, rows)
         prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-        out, state = sparse_attention(
-            prompt, keys, values, None, config, recall, *options, call.layer, select
-        )
+        out, state = sparse_attention(prompt, keys, values, None, config, recall, *options)
         errors[rows] = state.errors
         return with_candidates(out, q, k, v, options)
 

@@ -150,8 +150,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         The model's; without it every layer counts as full attention.
     checkpoints : bool
         Keep what `crop` needs to be exact at every multiple of the chunk size S: memory sets and
-        their scores, 2 to 5 % of the keys and values in bfloat16. Calls of compiled models and of
-        selection rules keep none.
+        their scores, 2 to 5 % of the keys and values in bfloat16. Calls of compiled models keep
+        none.
     **kwargs
         Passed on to `DynamicCache`, as `offloading=True`.
     """
@@ -205,8 +205,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             What `save` wrote. Nothing in it is executed.
         model : PreTrainedModel
             The model that the prompt was prefilled with: its weights and active adapters. If it is
-            enabled, then with the settings, selection rule and tokenizer of the file;
-            `cache.settings` has the settings.
+            enabled, then with the settings and tokenizer of the file; `cache.settings` has the
+            settings.
         verify : bool
             Check the checksum of the file, which reads all of it. What is not a key or a value is
             checked in any case.
@@ -337,9 +337,9 @@ def _fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
     marks = marks_of(model) if enabled is None else enabled.marks(model)
-    if enabled is None:  # then rule, tokenizer and settings come from the file
+    if enabled is None:  # then tokenizer and settings come from the file
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
-        marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
+        marks = marks._replace(tokenizer=words.get("tokenizer", ""))
     config = None if enabled is None else enabled.config
     session.check_origin(model_text(model, marks), config)
     wanted = [_rows_of(layer, session.length) for layer in layers]

@@ -44,7 +44,6 @@ from h2o_prefill.hf.parallel import (
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.presets import chosen_config
-from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.vocabulary import text_for
 
 
@@ -96,7 +95,6 @@ class PrefillHandle:
             before.reported,
             causal_by_mask(self.model, configs, before.config),
             token_text=before.token_text,
-            select=None if before.select is None else Selector(before.select.rule),
         )
 
     def _switch_on(self) -> None:
@@ -164,7 +162,6 @@ def enable(
     *,
     tokenizer: Any = None,
     strict: bool = False,
-    select: SelectionRule | None = None,
     **overrides: Any,
 ) -> PrefillHandle:
     """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
@@ -193,12 +190,6 @@ def enable(
         tokens too.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.
-    select : callable, optional
-        A rule that chooses the keys of earlier chunks in place of the scores, as
-        `h2o_prefill.selection.snapkv`. It gets a `SelectionContext` before every chunk of every
-        sparse layer but the first chunk of a prompt, and returns positions before the chunk, int32
-        or int64 [B, Hkv, any], -1 where absent: others, and one twice, are a ValueError. Recall,
-        `dense_tail` and the measuring of errors are as without it; errors do not widen the sets.
     **overrides
         Fields of `PrefillConfig` to change in it.
 
@@ -228,14 +219,7 @@ def enable(
         chosen.check_fits(len(heads))
     layers_here(model)
     check_heads_here(model)
-    if select is not None and chosen.exact:
-        raise ValueError("select must not be given with exact=True")
-    state = EnabledState(
-        chosen,
-        strict,
-        token_text=text_for(tokenizer, chosen),
-        select=None if select is None else Selector(select),
-    )
+    state = EnabledState(chosen, strict, token_text=text_for(tokenizer, chosen))
     return PrefillHandle(model, state).enable()
 
 
@@ -462,10 +446,6 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):
         return
-    if context.enabled.select is not None:
-        if static:
-            raise ValueError("select must not be given with a static cache: its call is a graph")
-        return  # Attention breaks the graph.
     new, config = context.new, context.config
     if new == 1 and context.enabled.config.is_auto:
         config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.

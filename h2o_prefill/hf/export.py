@@ -118,7 +118,7 @@ def describe_package(
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
         end_ids = [] if end_ids is None else [end_ids]
-    marks = marks_of(model, None, token_text)
+    marks = marks_of(model, token_text)
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),

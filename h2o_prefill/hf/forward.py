@@ -35,7 +35,6 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.selection import Selector
 from h2o_prefill.state import PrefillState
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
@@ -97,7 +96,6 @@ class EnabledState:
     errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
-    select: Selector | None = None  # what chooses memory sets, if the settings do not
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
@@ -131,7 +129,7 @@ class EnabledState:
 
     def marks(self, model: Any) -> Marks:
         """Return what tells the present state of this model from others."""
-        return marks_of(model, self.select and self.select.rule, self.token_text)
+        return marks_of(model, self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
         return any(config is hf_config for config, _ in self.previous)

@@ -175,7 +175,6 @@ def _run_stages(
     pipeline.ranks.check_same(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
-            "select": "" if handle.state.select is None else handle.state.select.name,
             "tokenizer": digest(handle.state.token_text),
             "versions": versions(),
             "chunks_per_call": chunks_per_call,

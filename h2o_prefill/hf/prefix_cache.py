@@ -94,7 +94,7 @@ class PrefixCache:
             A cache with the beginning of the prompt, at most T - 1 tokens.
         int
             How many of its tokens were stored already: prefilled with this model, its weights,
-            active adapters, settings, selection rule, tokenizer and autocast dtype.
+            active adapters, settings, tokenizer and autocast dtype.
 
         Raises
         ------

@@ -63,7 +63,6 @@ class ModelReport:
     # short to be sparse; None if nothing was
     # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
     estimated_kl: tuple[float, ...] | None = None
-    select: str = ""  # the name of the selection rule, empty if there is none
     # Tokens of the shortest sparse prompt, and why, if `min_prefill` is "auto".
     shortest_sparse_prompt: int | None = None
     crossover: str = ""
@@ -83,8 +82,7 @@ class ModelReport:
             number = f"{x.layer}" if x is last else f"{x.layer}-{last.layer}"
             rows.append((number, x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        source = f", keys selected by {self.select}" if self.select else ""
-        lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]
+        lines = [f"{self.model}: {self.settings or 'not enabled'}"]
         if self.crossover:
             lines.append(self.crossover)
         for row in rows:
@@ -111,7 +109,6 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
         enabled.config.to_string(),
         tuple(_report_of_enabled(x, enabled) for x in attention_layers(model, NAME)),
         tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None,
-        "" if enabled.select is None else enabled.select.name,
         shortest,
         crossover,
     )

@@ -17,7 +17,7 @@ namespace h2o_prefill {
 
 struct H2O_API SessionFile {
   // Tells models apart whose keys differ, by words "name=value" that blanks separate: config,
-  // dtype and weights, and where there are some adapters, text of tokens and selection rule.
+  // dtype and weights, and where there are some adapters and text of tokens.
   std::string model = {};
   std::string settings = {};  // as of PrefillConfig::to_fields()
   int64_t length = 0;         // tokens

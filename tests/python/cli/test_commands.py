@@ -84,12 +84,12 @@ def test_ppl(report, small_commands, tmp_path):
 def test_options_of_ppl_reach_the_run(report, small_commands):
     found, table = report(
         *(*small_commands["ppl"], "--heavy-budget", 0, "--windows", "1:"),
-        *("--dtype", "bfloat16", "--select", "sinks_and_window"),
+        *("--dtype", "bfloat16"),
         *("--preset", f"{PRESET},sink_tokens=2,recall=2"),
     )
     config = found["config"]
     assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
-    assert config["dtype"] == "bfloat16" and config["select"] == "sinks_and_window"
+    assert config["dtype"] == "bfloat16"
     assert config["windows"][0] == 1 and len(config["windows"]) > 1
     assert found["environment"]["threads"] == 1
     (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
@@ -118,17 +118,15 @@ def test_retrieve(report, small_commands, tmp_path):
     found, table = report(
         *(*small_commands["retrieve"], "--preset", RECALL, "--prompts", 2, "--seed", 5),
         *("--plot", tmp_path / "p.png", "--question", "first", "--keep", tmp_path / "kept.jsonl"),
-        *("--select", "sinks_and_window"),
     )
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     rows = [(row["variant"], row["prompts"], row["kept"]) for row in found["summary"]]
     assert rows == [(name, 4, None) for name in ("dense", SMALL, RECALL)]
     assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]
     expected = {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2}
-    expected["select"] = "sinks_and_window"
     assert found["config"].items() >= expected.items()
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "needles in long.txt, question first, select=sinks_and_window" in table
+    assert "needles in long.txt, question first" in table
     small = found["summary"][1]
     change = small["log_prob_change"], small["log_prob_stderr"]
     assert " {:+.3f} ± {:.3f} ".format(*change) in table and change[0] != 0
@@ -279,14 +277,14 @@ def csv(tmp_path):
 
 
 def test_ablate_writes_a_table_a_csv_file_and_a_figure(ablate, csv):
-    given = {"dtype": "bfloat16", "select": "snapkv", "gqa_reduce": "max"}
+    given = {"dtype": "bfloat16", "gqa_reduce": "max"}
     words = [word for name, x in given.items() for word in (f"--{name.replace('_', '-')}", x)]
     done = ablate("--sink-tokens", "0,2", "--chunk-size", "16,40", *words)
     assert done.exit_code == 0, done.output
     assert "warning: left out context=64 chunk_size=40" in done.stderr.replace("\n", " ")
     frame = pd.read_csv(csv)
     assert len(frame) == 4
-    title = "h2o S=16,40 L=4 H=0,4 K=0,2 gqa_reduce=max, select=snapkv"
+    title = "h2o S=16,40 L=4 H=0,4 K=0,2 gqa_reduce=max"
     assert title in " ".join(done.stdout.split())
     assert all(preset.startswith("h2o,chunk_size=16,") for preset in frame["preset"])
     for name, value in given.items():

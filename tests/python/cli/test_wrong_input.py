@@ -34,7 +34,6 @@ WRONG = {
     "retrieve": {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",
-        ("--select", "best"): "select must be .* got 'best'",
         ("--lengths", "480,many"): "lengths must be numbers with commas between",
         ("--workers", 2, "--scheduler", "tcp://x:1"): "give one of --scheduler, --scheduler-file",
         ("--scheduler-file", "missing.json"): "--scheduler-file: no such file: 'missing.json'",

@@ -8,7 +8,6 @@ from h2o_prefill import compare
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.selection import sinks_and_window
 
 NAMES = ["sdpa, model's own", "exact, lossless"]
 
@@ -94,7 +93,7 @@ def test_an_enabled_model_is_measured_with_its_settings_and_stays_as_it_was(
         if fails and done == 5:
             raise KeyboardInterrupt
 
-    with h2o_prefill.enable(tiny_model, small_config, select=sinks_and_window) as handle:
+    with h2o_prefill.enable(tiny_model, small_config) as handle:
         with torch.no_grad():
             before = tiny_model(ids[None]).logits
         state, report = handle.state, h2o_prefill.explain(tiny_model)
@@ -108,9 +107,9 @@ def test_an_enabled_model_is_measured_with_its_settings_and_stays_as_it_was(
             assert torch.equal(tiny_model(ids[None]).logits, before)
     assert tiny_model.config._attn_implementation == "sdpa"
     if not fails:
-        given = {"context": 64, "windows": "0:1", "select": sinks_and_window}
+        given = {"context": 64, "windows": "0:1"}
         expected = evaluate_perplexity(tiny_model, ids, small_config, **given)
-        assert result.runs[-1].name == f"{small_config.to_string()}, select=sinks_and_window"
+        assert result.runs[-1].name == small_config.to_string()
         assert result.runs[-1].kl_mean == pytest.approx(expected.kl_mean, rel=1e-5)
 
 

@@ -7,7 +7,6 @@ from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
 from transformers import BatchEncoding
 
 from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
-from h2o_prefill.selection import snapkv
 
 ROOM = 1 << 30
 CHUNK = 16
@@ -45,7 +44,7 @@ PROMPTS = [(70, 70), (64, 200), (150, 180), (150, 151), (150, 150), (112, 113), 
     ("name", "changes"),
     [
         *(("llama", {"min_prefill": least}) for least in (16, 40, 64, "auto")),
-        *(("llama", change) for change in ({"error_threshold": 0.01}, {"select": snapkv})),
+        ("llama", {"error_threshold": 0.01}),
         ("llama", {"config": EXACT_CHUNKS}),
         *((name, {}) for name in ("qwen2-window", "gemma3", "deepseek-v3", "gpt2")),
         *((name, {}) for name in ("Lfm2ForCausalLM", "FalconH1ForCausalLM")),

@@ -1,6 +1,5 @@
 """Session files: a prompt goes on as if it had never been saved; a damaged file is one line."""
 
-import functools
 import json
 import os
 import pickle
@@ -24,7 +23,6 @@ from safetensors.torch import save_file
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, PrefixCache, disable, enable
 from h2o_prefill.identity import model_text
-from h2o_prefill.selection import sinks_and_window, snapkv
 
 KEY = "h2o_prefill.session"
 # Sparse, decoded, short.
@@ -240,7 +238,6 @@ def test_another_model_is_refused(build, llama, ids, path, other, message):
 CHANGES = {
     "weights": lambda model: model.model.norm.weight.mul_(1.5),
     "weights as data": lambda model: model.model.norm.weight.data.mul_(1.5),
-    "selection rule": lambda model: enable(model, **SPARSE, select=snapkv),
     "tokenizer": lambda model: enable(model, **CHARACTERS, tokenizer=LETTERS),
 }
 CHARACTERS = {**RECALL, "recall_characters": 3}
@@ -259,21 +256,6 @@ def test_a_cache_of_two_states_of_its_model_is_refused(llama, ids, path, what):
         with pytest.raises(ValueError, match=f"of one state of its model, whose {what.split()[0]}"):
             cache.save(path)
     disable(llama)
-
-
-@pytest.mark.parametrize(
-    "rule", [snapkv, functools.partial(snapkv, observed=8), lambda x: snapkv(x)]
-)
-def test_a_selection_rule_is_a_part_of_the_file(llama, ids, path, rule):
-    with enable(llama, **SPARSE, select=rule):
-        cache = saved_prompt(llama, ids, path)
-        ChunkedPrefillCache.load(path, llama)
-    for other in (None, sinks_and_window, functools.partial(snapkv, observed=9)):
-        with (
-            enable(llama, cache.settings, select=other),
-            pytest.raises(ValueError, match=r"of this model: select must be .*, got"),
-        ):
-            ChunkedPrefillCache.load(path, llama)
 
 
 def test_the_text_of_the_tokens_is_a_part_of_the_file(llama, ids, path):
