@@ -3,7 +3,6 @@
 #include <h2o_prefill/chunk_manager.h>
 #include <h2o_prefill/chunked_kv_cache.h>
 #include <h2o_prefill/chunked_sparse_attention.h>
-#include <h2o_prefill/compact_past.h>
 #include <h2o_prefill/config.h>
 #include <h2o_prefill/crossover.h>
 #include <h2o_prefill/library.h>
@@ -40,7 +39,6 @@ int main() {
   // Fields that are left out are no warning.
   [[maybe_unused]] const h2o_prefill::PrefillBuffers buffers{.key = k, .value = v};
   [[maybe_unused]] const h2o_prefill::SessionFile session{.length = 100};
-  [[maybe_unused]] const h2o_prefill::MemoryRows rows{.keys = k};
   [[maybe_unused]] const h2o_prefill::PackageInfo package{.model = "x"};
   [[maybe_unused]] const h2o_prefill::DeviceCost cost{.measured = true};
   static_assert(H2O_PREFILL_VERSION_NUMBER >= H2O_PREFILL_MAKE_VERSION(0, 1, 0));

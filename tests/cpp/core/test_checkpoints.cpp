@@ -12,7 +12,7 @@ constexpr int64_t kCheckpointedLayers = 2, kCheckpointedTokens = 130;
 PrefillContext checkpointed_context(const std::string& more, bool checkpoints) {
   return {kCheckpointedLayers, /*max_tokens=*/200,
           PrefillConfig::parse(
-              "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4," more),
+              "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4" + more),
           checkpoints};
 }
 
