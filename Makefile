@@ -54,7 +54,7 @@ demo: build $(BIN)/.model
 demo-cpp: dev $(BIN)/.model
 	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),docs/experiments.md)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
-  layer.py\ {recall,prefill,crossover,allocations} models.py\ {model,package,padded,decode,session} peers.py
+  layer.py\ {recall,prefill,crossover,allocations} models.py\ {model,package,decode,session} peers.py
 bench: build $(BIN)/.model
 	for command in $(BENCHMARKS); do python benchmarks/$$command || exit 1; done
 	python benchmarks/plot.py

@@ -34,7 +34,6 @@ from h2o_prefill.package import PrefillPackage
 app = new_app()
 
 STEPS = 16
-ROWS = ((4096, 2500, 1500), (200, 90, 150))
 MODEL = "smollm2-135m"
 BOTH = {"dtype": "bfloat16,float32"}
 RECOMMENDED = {"preset": "recommended"}
@@ -102,37 +101,6 @@ def prefill(
                             **timings.ratio("dense", name).fields("speedup"),
                             speedup_over_chunked=timings.ratio("dense_chunked", name).value,
                         )
-
-
-@benchmark(app, "padded", **BOTH, **RECOMMENDED, lengths=ROWS, seconds=240.0)
-def padded(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
-    """Time the prefill of prompts of several lengths, padded on the left, as `generate` does it.
-
-    --lengths are the tokens of each row. Logits of the last tokens only. Tokens are consecutive
-    pieces of a text. "rows speedup" is against the rows one by one, which need no padding, with the
-    same attention.
-    """
-    from common.variants import padded_variants
-
-    corpus, total = read_corpus(text_file), sum(plan.lengths)
-    title = f"prefill of a padded batch by {model}, preset {plan.preset}, beside its rows"
-    with Report(plan, title, **_options(plan, model, text=corpus.source)) as report:
-        for kind, network, _, tokens in load_with_text(plan, model, corpus, total):
-            rows = tokens[:total].split(plan.lengths)
-            variants = padded_variants(network, rows, plan.config())
-            for count in plan.each_threads():
-                timings = compare(variants, plan.seconds)
-                for name in variants:
-                    alone = f"{name.removesuffix('_rows')}_rows"
-                    report.add(
-                        row_lengths="+".join(map(str, plan.lengths)),
-                        dtype=dtype_name(kind),
-                        threads=count,
-                        **rate_fields(timings, name, total),
-                        **timings.ratio("dense", name).fields("speedup"),
-                        **timings.ratio(alone, name).fields("rows_speedup"),
-                        least_seconds=min(timings.seconds[name]),
-                    )
 
 
 @benchmark(app, "decode", **BOTH, **RECOMMENDED, lengths=((8000,), (200,)), seconds=30.0)

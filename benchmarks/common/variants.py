@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import h2o_prefill
@@ -44,19 +43,6 @@ def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Ca
     sparse = enabled_twin(model, config, len(input_ids[0]))
     sparse.compile(fullgraph=True, dynamic=True)
     return lambda: prefill(sparse, [input_ids])
-
-
-def padded_variants(
-    model: Any, rows: Sequence[Tensor], config: PrefillConfig
-) -> dict[str, Callable[[], Tensor]]:
-    """Return what prefills prompts of several lengths, each giving the last tokens' logits."""
-    sparse = enabled_twin(model, config, max(map(len, rows)))
-    return {
-        "dense": lambda: _prefill_padded(model, rows),
-        "sparse": lambda: _prefill_padded(sparse, rows),
-        "dense_rows": lambda: torch.stack([prefill(model, [row[None]]) for row in rows]),
-        "sparse_rows": lambda: torch.stack([prefill(sparse, [row[None]]) for row in rows]),
-    }
 
 
 def decode_variants(
@@ -149,24 +135,6 @@ def package_decoder(
         return tokens
 
     return decode
-
-
-@torch.inference_mode()
-def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
-    longest = max(map(len, rows))
-    ids = torch.stack([functional.pad(row, (longest - len(row), 0)) for row in rows])
-    mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
-    # Positions as `generate` counts them.
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = model(
-        ids,
-        attention_mask=mask,
-        position_ids=positions,
-        **cache_argument(model, DynamicCache(config=model.config)),
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
 
 
 @torch.inference_mode()

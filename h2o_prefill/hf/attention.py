@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import LayerOptions, RecallLists, attend_functionally, sparse_attention
+from h2o_prefill.functional import LayerOptions, attend_functionally, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.dense import (
-    attend_densely,
-    attend_in_window,
-    in_autocast_dtype,
-    mask_in_graph,
-    with_candidates,
-)
-from h2o_prefill.hf.forward import ALL_ROWS, call_in_graph
-from h2o_prefill.hf.kinds import Padding, Rows, Span, is_long_row
+from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype, mask_in_graph, with_candidates
+from h2o_prefill.hf.forward import call_in_graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.state import no_errors
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
@@ -51,8 +43,6 @@ def _attend(call: Call) -> Attended:
     foreign = call.config.exact and call.graph is None and call.query.device.type != "cpu"
     if reason is not None or foreign:
         return attend_densely(call)
-    if call.padding is not None:
-        return _attend_padded(call, call.padding), None
     layer, options = call.cache_layer, call.logit_options
     query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt = query[:, :, : call.prompt_rows]
@@ -94,7 +84,8 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     assert layer is None or isinstance(layer, ChunkedPrefillLayer)
     if layer is not None:
         call.context.keep_state(layer)
-    total, recall = call.past + prompt.shape[2], _recall_lists(call)
+    total, batch = call.past + prompt.shape[2], prompt.shape[0]
+    recall = call.context.recall_lists(batch, call.past, call.new, prompt.device)
     if layer is not None and layer.holds(key, value):
         told = LayerOptions(recall, call.number, config.to_string(), call.logit_options)
         out = layer.attend(prompt, total, config, told)
@@ -107,37 +98,3 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
         layer.state = state
     call.enabled.note_errors(call.layer, state.errors)
     return out
-
-
-def _attend_padded(call: Call, padding: Padding) -> Tensor:
-    """Attend with every row of a padded batch as if it were alone, without its padding."""
-    # No state is kept but for the errors: its positions would be other tokens in every row.
-    config, options = call.config.of_layer(call.layer), call.logit_options
-    errors = no_errors(call.key)
-
-    def attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, rows: Rows) -> Tensor:
-        first, end = span
-        length = min(end, call.prompt_rows) - first
-        if not padding.fits(span):
-            return attend_in_window(call, q, k, v, end - first)
-        if call.config.exact or not is_long_row(length, call.config):
-            return ops.dense_attention(q, k, v, *options)
-        recall = _recall_lists(call, span, rows)
-        prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-        out, state = sparse_attention(prompt, keys, values, None, config, recall, *options)
-        errors[rows] = state.errors
-        return with_candidates(out, q, k, v, options)
-
-    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
-    out = padding.attend(query, key, value, attend_rows)
-    if not call.config.exact:
-        call.enabled.note_errors(call.layer, errors)
-    if isinstance(call.cache_layer, ChunkedPrefillLayer):
-        call.cache_layer.padded = True
-    return out
-
-
-def _recall_lists(call: Call, span: Span | None = None, rows: Rows = ALL_ROWS) -> RecallLists:
-    assert call.context is not None
-    batch, device = call.query.shape[0], call.query.device
-    return call.context.recall_lists(batch, call.past, call.new, device, span, rows)

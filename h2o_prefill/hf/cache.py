@@ -138,8 +138,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     With it, calls of one prompt in multiples of the chunk size give what one call gives, if the
     first is long enough to be sparse or the length of the prompt is known (`min_prefill`). So
     `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
-    sparse. It holds the token ids as well, which lexical recall searches. Of a padded batch it
-    keeps keys and values only: long calls that continue one are dense.
+    sparse. It holds the token ids as well, which lexical recall searches.
 
     An enabled model uses it by default: if the caller passes no cache, and instead of an empty
     `DynamicCache`.
@@ -183,8 +182,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         ------
         ValueError
             If the cache is empty, was not used by an enabled model since it was made or unpickled,
-            is of a padded batch, has layers other than full attention and sliding windows, or if
-            the model's weights or adapters have changed since it was filled.
+            has layers other than full attention and sliding windows, or if the model's weights or
+            adapters have changed since it was filled.
         OSError
             If the file cannot be written.
         """
@@ -319,8 +318,6 @@ def _session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | No
         rows = _rows_of(layer, length)
         if length == 0 or layer.get_seq_length() != length or layer.keys.shape[2] != rows:
             raise ValueError("cache must hold the same tokens in every layer, and at least one")
-        if getattr(layer, "padded", False):
-            raise ValueError("cache must not be of a padded batch")
         state = getattr(layer, "state", None)
         if state is not None:
             # Other settings may have made the sets wider or narrower.

@@ -50,7 +50,7 @@ class Call:
     cache_layer: Layer
     total: int  # tokens up to the last of this call; a static cache has unused slots after them
     window: Window | None = None  # what the layer's window hides, if its mask was left out
-    # Where the rows lie, if the model asked for the mask of a padded batch.
+    # Where the rows lie, if the mask of a padded batch was left out.
     padding: Padding | None = None
 
     @classmethod
@@ -74,15 +74,14 @@ class Call:
             held = updated if updated is not None and updated.keys is key else None
             return cls(*given, told.config, None, told, updated, held, length)
         context = current_context(getattr(module, "config", None))
-        window = None
+        window = padding = None
         if attention_mask is None:
             window = _window_of_call(module, context, query.shape[2], length)
+            padding = _padding_of_call(module, context, query, key)
             if context is not None and is_causal(module, kwargs):
                 length = context.filled.get(length, length)
         layer = None if context is None else _cache_layer(module, context, key)
         config = (DEFAULT_STATE if context is None else context).config
-        sizes = query.shape[0], query.shape[2], key.shape[2]
-        padding = _padding_of_call(module, context, window, sizes)
         return cls(*given, config, context, None, None, layer, length, window, padding)
 
     @property
@@ -194,16 +193,11 @@ def _window_of_call(
 
 
 def _padding_of_call(
-    module: nn.Module, context: ForwardContext | None, window: Window | None, sizes: tuple[int, ...]
+    module: nn.Module, context: ForwardContext | None, query: Tensor, key: Tensor
 ) -> Padding | None:
-    """Return the padding of the rows of a call; `sizes` are batch, queries and keys."""
-    if context is None:
-        return None
-    padding = context.paddings.get(sizes[1]) if window is None else window.padding
-    if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
-        return None
-    # Of a window that cuts every long row, no row is sparse.
-    if window is not None and not padding.has_long_row(context.config):
+    """Return the padding of the rows of a call whose mask was left out."""
+    padding = None if context is None else context.paddings.get(query.shape[2])
+    if padding is None or key.shape[2] != query.shape[2] or len(query) != len(padding.spans):
         return None
     # Attention to something else in the same forward, as an encoder, may be of the same size.
     return padding if is_causal(module, {}) else None

@@ -32,7 +32,7 @@ from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.kinds import NAME, Window, enabled_of, layer_type, window_of
+from h2o_prefill.hf.kinds import NAME, enabled_of, layer_type, window_of
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
@@ -46,9 +46,9 @@ def attend_densely(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
     if call.graph is not None:
         return _attend_in_graph(call)
-    window = call.window
-    if window is not None and suits_our_operators(call):
-        return _attend_in_window(call, window), None
+    left_out = call.window is not None or call.padding is not None
+    if left_out and suits_our_operators(call):
+        return _attend_without_mask(call), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     plain = function is sdpa_attention_forward and _sdpa_reads_as_causal(call)
@@ -103,16 +103,21 @@ def _default_implementation(module: nn.Module) -> str:
     return "sdpa" if any(model._supports_sdpa for model in models) else "eager"
 
 
-def _attend_in_window(call: Call, window: Window) -> Tensor:
+def _attend_without_mask(call: Call) -> Tensor:
+    """Attend as a mask that was left out says: of a window, of a padded batch, or of both."""
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
+    window, options, given = call.window, call.logit_options, (query, key, value)
+    if window is None:
+        assert call.padding is not None
+        return call.padding.attend(*given, lambda q, k, v: ops.dense_attention(q, k, v, *options))
     if window.padding is None:
-        return attend_in_window(call, query, key, value, window.end).transpose(1, 2)
+        return _attend_in_window(call, *given, window.end).transpose(1, 2)
     return window.padding.attend(
-        query, key, value, lambda q, k, v, *_: attend_in_window(call, q, k, v, q.shape[2])
+        *given, lambda q, k, v: _attend_in_window(call, q, k, v, q.shape[2])
     )
 
 
-def attend_in_window(call: Call, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
+def _attend_in_window(call: Call, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
     """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
     size, options = window_of(call.module), call.logit_options
     assert size is not None

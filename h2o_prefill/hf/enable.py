@@ -174,9 +174,6 @@ def enable(
     with the same results up to rounding; other dense calls through the attention that the model had
     before.
 
-    In a batch with padding, left, right or both, every row is computed as if it were alone: it is
-    sparse if it has more than one chunk of tokens itself, in the first call of such a batch only.
-
     Parameters
     ----------
     model : PreTrainedModel
@@ -454,7 +451,7 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2
     unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
     if is_2d and not unpadded and not static:
-        return  # Rows with padding are attended to one by one, by their lengths.
+        return  # Attention breaks the graph: rows with padding attend one by one.
     if isinstance(mask, Tensor) and not unpadded:
         context.mask_reason = MASKED
     candidates = context.candidates_in(past, new)

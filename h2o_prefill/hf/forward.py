@@ -24,10 +24,7 @@ from h2o_prefill.hf.cache import KeepsTokenIds, length_of
 from h2o_prefill.hf.kinds import (
     NAME,
     Padding,
-    Rows,
-    Span,
     Window,
-    is_unpadded,
     longest_text,
     switched,
     windows_ahead,
@@ -48,8 +45,6 @@ OTHER_TEXT = (
     "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
     "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
 )
-
-ALL_ROWS = slice(None)
 
 # The length of a prompt after all of its calls, 0 if nobody has said.
 _announced: ContextVar[int] = ContextVar("announced", default=0)
@@ -290,14 +285,13 @@ class ForwardContext:
         # Query and key lengths for which our mask function was asked for a plain causal mask. Some
         # models have sequences of several lengths in a forward, such as bytes and patches.
         self.plain: set[tuple[int, int]] = set()
-        # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
+        # Padding, by length, that alone kept a mask which was left out from being plain causal.
         self.paddings: dict[int, Padding] = {}
         # Windows that hide some keys, by length, whose masks our mask function has left out.
         self.windows: dict[int, Window] = {}
         # Static caches: number of filled slots, by number of slots.
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal
-        self.attention_mask: Any = None  # as the outermost model was called with it
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
@@ -312,8 +306,6 @@ class ForwardContext:
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
-        if self.attention_mask is None:
-            self.attention_mask = mask
         if self.tokens is None:
             self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
@@ -363,13 +355,9 @@ class ForwardContext:
         held = getattr(self.cache, "min_prefill", None) if self.begun else None
         if held is not None and (held == given.chunk_size or self.new == 1):
             return given.with_min_prefill(held)
-        mask = self.attention_mask
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not is_unpadded(mask, mask.shape[1]):
-            length = 0  # Each row counts for itself.
-        else:
-            length = max(self.begun + self.new, _announced.get())
-            if not self.begun and (generate := _prefill_of_generate()):
-                length = max(length, generate["input_ids"].shape[1])
+        length = max(self.begun + self.new, _announced.get())
+        if not self.begun and (generate := _prefill_of_generate()):
+            length = max(length, generate["input_ids"].shape[1])
         return self.enabled.resolve(self.model, length)
 
     @property
@@ -388,23 +376,11 @@ class ForwardContext:
         if keys < slots:
             self.filled[slots] = keys
 
-    def recall_lists(
-        self,
-        batch: int,
-        past: int,
-        new: int,
-        device: torch.device,
-        span: Span | None = None,
-        rows: Rows = ALL_ROWS,
-    ) -> RecallLists:
-        """Return what `lexical_recall` finds for a call; in a padded batch, for the rows of a span.
-
-        It is made once for all layers of a device.
-        """
+    def recall_lists(self, batch: int, past: int, new: int, device: torch.device) -> RecallLists:
+        """Return what `lexical_recall` finds for a call, made once for all layers of a device."""
         if self.config.recall == 0:
             return NO_RECALL
         end = past + new - self.candidates_in(past, new)
-        first, stop = span or (0, past + new)
 
         def find() -> RecallLists:
             ids, cache = self.input_ids, self.cache
@@ -413,12 +389,12 @@ class ForwardContext:
             if ids is None or ids.shape != (batch, past + new):
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
-            prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
+            prompt = ids[:, :end].to("cpu", torch.int64)
             return ops.lexical_recall(prompt, past, self.config, self.enabled.token_text)
 
-        lists = self.shared(("recall", span), find)
+        lists = self.shared("recall", find)
         return self.shared(
-            ("recall", span, device),
+            ("recall", device),
             lambda: tuple(None if x is None else x.to(device) for x in lists),
         )
 

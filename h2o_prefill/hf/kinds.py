@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.config import PrefillConfig
-
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill"
@@ -132,57 +130,38 @@ def enabled_of(hf_config: Any) -> Any:
 
 
 Span = tuple[int, int]
-Rows = slice | list[int]  # an index of the batch
-# Takes query, key and value of rows without padding, [b, H, n, D], their span, and which they are.
-AttendRows = Callable[[Tensor, Tensor, Tensor, Span, Rows], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Padding:
     """A forward into an empty cache whose rows have padding on the left, on the right, or both."""
 
-    length: int  # tokens of the call, padding included: queries and keys
     spans: tuple[Span, ...]  # first token and end of every row; equal where a row is all padding
     # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
-    # The window of a sliding or chunked layer that longer rows do not fit into.
-    window: int | None = None
 
-    def fits(self, span: Span) -> bool:
-        """Return whether a row attends to all of its tokens: no window cuts it."""
-        return self.window is None or span[1] - span[0] <= self.window
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend_rows: AttendRows) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attend_rows: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """Attend with every row as if it were alone; return [B, T, Hq, Dv], 0 in padding.
 
         The operators take rows of one length, so those that lie in the same place go together.
         """
         batch, heads, length = query.shape[:3]
         out = query.new_zeros(batch, length, heads, value.shape[3])
-        for (first, end), rows in self.groups().items():
-            q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
-            out[rows, first:end] = attend_rows(q, k, v, (first, end), rows).transpose(1, 2)
-        return out
-
-    def groups(self) -> dict[Span, Rows]:
-        """Return the rows that lie in the same place, as an index of the batch; none is empty."""
-        rows: dict[Span, list[int]] = {}
+        places: dict[Span, list[int]] = {}
         for row, span in enumerate(self.spans):
-            if span[0] < span[1]:
-                rows.setdefault(span, []).append(row)
-        return {span: _as_index(found) for span, found in rows.items()}
-
-    def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
-        stop = self.length if prompt_end is None else prompt_end
-        return any(
-            self.fits((first, end)) and is_long_row(min(end, stop) - first, config)
-            for first, end in self.spans
-        )
-
-
-def is_long_row(length: int, config: PrefillConfig) -> bool:
-    """Return whether a row of a padded batch is sparse, as it is alone: longer than one chunk."""
-    return length > config.chunk_size and config.is_long_call(0, length)
+            places.setdefault(span, []).append(row)
+        for (first, end), found in places.items():
+            if first < end:
+                rows = _as_index(found)
+                q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
+                out[rows, first:end] = attend_rows(q, k, v).transpose(1, 2)
+        return out
 
 
 def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:
@@ -210,7 +189,7 @@ def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
     return tuple((first, end) if tokens else (0, 0) for first, end, tokens in bounds)
 
 
-def _as_index(rows: list[int]) -> Rows:
+def _as_index(rows: list[int]) -> slice | list[int]:
     """Return neighbouring rows as a slice, which copies nothing."""
     begin, end = rows[0], rows[-1] + 1
     return slice(begin, end) if end - begin == len(rows) else rows

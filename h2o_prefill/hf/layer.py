@@ -78,7 +78,6 @@ class ChunkedPrefillLayer(DynamicLayer):
     def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__()
         self.checkpoints: dict[int, Checkpoint] | None = {} if checkpoints else None
-        self.padded = False
         self.traced: list[Tensor] = []  # the state that a compiled forward returned
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
@@ -225,13 +224,11 @@ class ChunkedPrefillLayer(DynamicLayer):
         length = self.get_seq_length()
         if backed and length < before:
             self._use(length)
-        self.padded = self.padded and length > 0
         self._truncate_state(length)
 
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-        self.padded = False
         self.state = None
         self.checkpoints = None if self.checkpoints is None else {}
         self._buffers = self._views = self._shared = None

@@ -24,7 +24,6 @@ from h2o_prefill.hf.cache import StaticPrefillCache
 from h2o_prefill.hf.dense import WINDOW
 from h2o_prefill.hf.forward import (
     EnabledState,
-    ForwardContext,
     GraphCall,
     call_in_graph,
     current_context,
@@ -33,20 +32,14 @@ from h2o_prefill.hf.forward import (
 from h2o_prefill.hf.kinds import (
     NAME,
     Padding,
-    Span,
     Window,
     enabled_of,
     is_unpadded,
     row_spans,
     windows_ahead,
 )
-from h2o_prefill.hf.rules import CONTINUES, PLAIN
+from h2o_prefill.hf.rules import PADDED, PLAIN
 
-HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
-GRADIENTS = (
-    "attention_mask holds padding while gradients are on; run under torch.no_grad() or "
-    "torch.inference_mode()"
-)
 NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
 
 
@@ -93,7 +86,7 @@ def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
 def h2o_prefill_mask(**given: Any) -> Any:
     """Return None for plain causal attention, else the mask that the previous implementation takes.
 
-    Padded rows that may be sparse get None too, and their `Padding` is kept in the context.
+    A first call of padded rows, longer than a chunk, gets None too: the context has its `Padding`.
 
     Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
     """
@@ -134,13 +127,17 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 context.add_plain(*size, arguments["kv_length"])
             return None
         if context is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
-            padding = _padding(context, arguments, make)
-            if padding is not None and padding.has_long_row(context.config):
+            context.mask_reason = PADDED
+            # The model's own attention takes short rows together.
+            is_long = total > context.config.chunk_size
+            padding = _padding(arguments, make) if is_long else None
+            if padding is not None:
+                context.paddings[total] = padding
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
     if enabled is not None and window in enabled.windows and not (shows_all or differ or by_mask):
-        left_out = _window(enabled, arguments, window)
+        left_out = _window(enabled, arguments)
         if left_out is not None and context is not None:
             context.windows[window] = left_out
             return None
@@ -175,45 +172,28 @@ def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | Non
     return total if total <= arguments["kv_length"] else None
 
 
-def _padding(
-    context: ForwardContext, arguments: dict[str, Any], make: Callable[..., Any]
-) -> Padding | None:
-    """Put the padding of a forward into its context, or the reason why it needs its mask."""
-    if arguments["q_offset"] > 0:
-        context.mask_reason = CONTINUES
-    elif torch.is_grad_enabled():
-        # Checkpointed layers run again in the backward pass, where no context knows of the padding.
-        context.mask_reason = GRADIENTS
-    elif (spans := _spans(arguments)) is None:
-        context.mask_reason = HOLES
-    else:
-        length = arguments["kv_length"]
-        context.paddings[length] = Padding(length, spans, partial(make, **arguments))
-        return context.paddings[length]
-    return None
-
-
-def _spans(arguments: dict[str, Any]) -> tuple[Span, ...] | None:
-    """Return where the rows of a padded batch lie, None if they have holes or are not known."""
+def _padding(arguments: dict[str, Any], make: Callable[..., Any]) -> Padding | None:
+    """Return where the rows of a padded batch lie, None if their mask cannot be left out."""
     mask = arguments["attention_mask"]
-    same_batch = len(mask) == arguments["batch_size"]
-    return row_spans(mask, arguments["kv_length"]) if same_batch else None
+    # Checkpointed layers run again in the backward pass, where no context knows of the padding.
+    if arguments["q_offset"] > 0 or torch.is_grad_enabled() or len(mask) != arguments["batch_size"]:
+        return None
+    spans = row_spans(mask, arguments["kv_length"])
+    return None if spans is None else Padding(spans, partial(make, **arguments))
 
 
-def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
+def _window(enabled: EnabledState, arguments: dict[str, Any]) -> Window | None:
     """Return what the mask of a window says, if it may be left out."""
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
     if torch.is_grad_enabled() or not may_be_left_out(arguments):
         return None
     length, offset, padding = arguments["kv_length"], arguments["kv_offset"], None
     make = _previous_mask_function(enabled, arguments.get("config"))
-    remake = partial(make, **arguments)
     if not is_unpadded(arguments["attention_mask"], offset + length):
-        whole = offset == 0 and arguments["q_offset"] == 0
-        spans = _spans(arguments) if whole else None
-        if spans is None:
+        padding = _padding(arguments, make) if offset == 0 else None
+        if padding is None:
             return None
-        padding = Padding(length, spans, remake, window)
+    remake = partial(make, **arguments)
     return Window(arguments["q_length"], length, offset + length, padding, remake)
 
 

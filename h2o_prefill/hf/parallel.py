@@ -77,14 +77,12 @@ class Stage(nn.Module):
 
     It takes ids [B, n] or embeddings on the first rank, on the others the hidden states of the one
     before. It returns hidden states, on the last rank logits. `ids` [B, T] are the prompt's tokens,
-    None if unknown; `mask` is [B, past + T].
+    None if unknown.
     """
 
-    def __init__(
-        self, model: Any, cache: StageCache, ids: Tensor | None, mask: Tensor | None
-    ) -> None:
+    def __init__(self, model: Any, cache: StageCache, ids: Tensor | None) -> None:
         super().__init__()
-        self.model, self.cache, self.ids, self.mask = model, cache, ids, mask
+        self.model, self.cache, self.ids = model, cache, ids
         self.group, self.is_last = model._pp_stage.pp_group, model._pp_stage.pp_is_last_stage
         self.begin = cache.get_seq_length()
 
@@ -93,8 +91,6 @@ class Stage(nn.Module):
         past = self.cache.get_seq_length()
         end = past + tokens.shape[1]
         call: dict[str, Any] = {name: tokens, "use_cache": True}
-        if self.mask is not None:
-            call["attention_mask"] = self.mask[:, :end]
         if self.ids is not None:
             self.cache.coming = self.ids[:, past - self.begin : end - self.begin]
         try:

@@ -67,7 +67,8 @@ def chunked_prefill(
     config : PrefillConfig or str, optional
         As for `enable`.
     attention_mask : Tensor, optional
-        [B, T], or [B, T_total] with the tokens in the cache; 0 at padding.
+        [B, T], or [B, T_total] with the tokens in the cache, as tokenizers return it; without
+        padding: prefill prompts of different lengths one by one.
     inputs_embeds : Tensor, optional
         [B, T, hidden size], instead of input_ids; lexical recall is off then, with a warning.
     chunks_per_call : int
@@ -116,7 +117,7 @@ def chunked_prefill(
     elif own is not None:
         cache = StageCache.of(cache, own)
     past = cache.get_seq_length()
-    name, tokens, mask = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
+    name, tokens = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
@@ -128,11 +129,11 @@ def chunked_prefill(
         sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
     with sparse as used, torch.no_grad(), announce(past + tokens.shape[1]):
         if isinstance(cache, StageCache):
-            stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
+            stage = Stage(model, cache, tokens if name == "input_ids" else None)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
             return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
         sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
-        return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
+        return _run_calls(model, cache, name, tokens, sizes, on_progress)
 
 
 def _run_calls(
@@ -140,18 +141,13 @@ def _run_calls(
     cache: ChunkedPrefillCache,
     name: str,
     tokens: Tensor,
-    mask: Tensor | None,
     sizes: list[int],
     on_progress: Callable[[int, int], None] | None,
 ) -> Any:
     """Prefill in calls of these sizes; `name` is the argument that takes the tokens."""
-    past = cache.get_seq_length()
     options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
     for end, size in zip(accumulate(sizes), sizes, strict=True):
-        call = {name: tokens[:, end - size : end]}
-        if mask is not None:
-            call["attention_mask"] = mask[:, : past + end]
-        output = model(**call, **options)
+        output = model(**{name: tokens[:, end - size : end]}, **options)
         if on_progress is not None:
             on_progress(end, tokens.shape[1])
     return output
@@ -182,7 +178,6 @@ def _run_stages(
             "number of cached tokens": stage.begin,
             "cached token ids": digest(cache.token_ids),
             "token ids": digest(tokens),
-            "attention_mask": digest(stage.mask),
         }
     )
     for layer in cache.layers:
@@ -217,8 +212,8 @@ def read_prompt(
     inputs_embeds: Tensor | None,
     past: int,
     model: PreTrainedModel,
-) -> tuple[str, Tensor, Tensor | None]:
-    """Return the argument's name, the tokens [B, T] or [B, T, hidden], the mask [B, T_total]."""
+) -> tuple[str, Tensor]:
+    """Return the argument's name and the tokens [B, T] or [B, T, hidden]; refuse padding."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
         prompt, given = prompt.get("input_ids"), prompt.get("attention_mask")
         attention_mask = given if attention_mask is None else attention_mask
@@ -234,14 +229,13 @@ def read_prompt(
         # Of several processes only the one that embeds would raise, and the others would wait.
         check_ids(tokens, model)
     if attention_mask is None:
-        return name, tokens, None
-    mask = token_rows(attention_mask, tokens.device)
-    if mask.shape == tokens.shape[:2] and past > 0:
-        mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
-    expected = [tokens.shape[0], past + tokens.shape[1]]
-    if list(mask.shape) != expected:
-        raise ValueError(f"attention_mask must be {expected}, got {list(mask.shape)}")
-    return name, tokens, mask
+        return name, tokens
+    mask, (batch, new) = token_rows(attention_mask, tokens.device), tokens.shape[:2]
+    if mask.shape not in ((batch, new), (batch, past + new)):
+        raise ValueError(f"attention_mask must be {[batch, past + new]}, got {list(mask.shape)}")
+    if not mask.all():
+        raise ValueError("attention_mask must be without padding: prefill prompts one by one")
+    return name, tokens
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:

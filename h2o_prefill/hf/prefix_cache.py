@@ -101,11 +101,9 @@ class PrefixCache:
         ValueError
             If `input_ids` is not of this form, or has ids beyond the vocabulary.
         """
-        _, input_ids, mask = read_prompt(input_ids, None, None, 0, model)
-        if input_ids.shape[0] != 1 or (mask is not None and not mask.all()):
-            raise ValueError(
-                f"input_ids must be [1, T] without padding, got {list(input_ids.shape)}"
-            )
+        _, input_ids = read_prompt(input_ids, None, None, 0, model)
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"input_ids must be [1, T], got {list(input_ids.shape)}")
         input_ids = input_ids.long()
         cache = ChunkedPrefillCache(config=model.config, checkpoints=True)
         enabled = enabled_of(model.config)

@@ -59,9 +59,8 @@ class ModelReport:
     model: str
     settings: str  # the text of the settings, empty if the model is not enabled
     layers: tuple[LayerReport, ...] = ()
-    # Of each row of the last sparse prompt, nats a token (`estimated_kl`), 0 for a row that was too
-    # short to be sparse; None if nothing was
-    # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
+    # Of each row of the last sparse prompt, nats a token (`estimated_kl`); None if nothing was
+    # measured: `error_rows` is 0, or the prompt had one chunk.
     estimated_kl: tuple[float, ...] | None = None
     # Tokens of the shortest sparse prompt, and why, if `min_prefill` is "auto".
     shortest_sparse_prompt: int | None = None
@@ -88,7 +87,7 @@ class ModelReport:
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
         if self.estimated_kl is not None:
-            values = ", ".join(f"{value:.4f}" if value else "dense" for value in self.estimated_kl)
+            values = ", ".join(f"{value:.4f}" for value in self.estimated_kl)
             lines.append(f"estimated KL(dense || sparse) of the last prompt: {values} nats a token")
         return "\n".join(lines)
 

@@ -28,9 +28,7 @@ OTHER_VALUES = "the model attends to other values than it caches, such as halves
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
 MASKED = "a custom attention mask, or padding in a static cache, is not supported"
 NO_STATE = "the cache keeps no state for layers of this kind"
-CONTINUES = (
-    "a long call goes on from a padded batch; only the first call of such a batch can be sparse"
-)
+PADDED = "attention_mask hides tokens (padding); prefill prompts of different lengths one by one"
 
 
 # Where a rule holds: everywhere; outside of compiled graphs; in them, whose other conditions are
@@ -54,15 +52,11 @@ def _is_windowed(call: Call) -> bool:
         return False
     if kind not in ("full_attention", *WINDOWED) or call.context is None:
         return True
-    if call.padding is not None and call.padding.window is not None:
-        return False  # it holds some rows of a padded batch whole, and cuts others
     given = call.kwargs.get("sliding_window")
     return not call.context.windows_show_all or (given is not None and given < call.key.shape[2])
 
 
 def _is_short(call: Call) -> bool:
-    if call.padding is not None:
-        return not call.padding.has_long_row(call.config, call.prompt_rows)
     if not call.config.is_long_call(call.past, call.prompt_rows):
         return True
     # One chunk without history is plain causal attention; only later calls with its cache need
@@ -120,9 +114,7 @@ def _is_static_elsewhere(call: Call) -> bool:
 
 
 def _makes_own_masks(call: Call) -> bool:
-    if call.context is None or call.padding is not None:
-        return False
-    return (call.new, call.total) not in call.context.plain
+    return call.context is not None and (call.new, call.total) not in call.context.plain
 
 
 def _mask_reason(call: Call) -> str:
@@ -211,9 +203,9 @@ RULES = (
     ),
     Rule(_is_static_elsewhere, STATIC),
     Rule(lambda call: call.mask is not None, _mask_reason),
+    Rule(lambda call: call.padding is not None, PADDED),
     Rule(_makes_own_masks, OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
-    Rule(lambda call: call.past > 0 and getattr(call.cache_layer, "padded", False), CONTINUES),
     Rule(lambda call: call.context is None, NOT_ENABLED),
 )
 

@@ -1,5 +1,7 @@
 """Models on a GPU: what they give on the CPU, by every way in."""
 
+import warnings
+
 import pytest
 import torch
 from hf_helpers import EVERYTHING, GREEDY, RECOMMENDED, SPARSE, assert_close, new_cache
@@ -30,6 +32,7 @@ def test_logits_equal_the_cpu(build, make_ids, kind, settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generation_of_a_padded_batch(build, make_ids, dtype):
+    warnings.filterwarnings("ignore", message="h2o_prefill: .* hides tokens")
     model, ids = build("llama").to(dtype), make_ids(2, 150)
     mask = torch.ones_like(ids)
     mask[0, :40] = 0

@@ -59,17 +59,6 @@ def test_errors_and_the_estimate_of_the_last_prompt(llama, make_ids):
     assert torch.isnan(estimated_kl(nothing, handle.config.replace(error_rows=0))).all()
 
 
-def test_a_row_of_one_chunk_loses_nothing(llama, make_ids):
-    ids, mask = make_ids(2, 72), torch.ones(2, 72, dtype=torch.int64)
-    mask[0, :60] = 0
-    with enable(llama, **SPARSE, error_rows=4) as handle:
-        llama(ids, attention_mask=mask)
-        report = handle.report()
-    short, long = report.estimated_kl
-    assert short == 0 and long > 0
-    assert f"of the last prompt: dense, {long:.4f} nats a token" in str(report)
-
-
 def test_a_table_says_why(build, ids):
     model = build("gemma3", "eager")
     assert "not enabled" in str(explain(model))

@@ -109,6 +109,7 @@ TWO = {"input_ids": [1, 2]}
         ({"input_ids": [-1, 5]}, r"input_ids must be in \[0, 61\), got -1"),
         ({"inputs_embeds": torch.zeros(1, 4)}, r"inputs_embeds must be \[B, T, hidden size\]"),
         ({**TWO, "attention_mask": [[1]]}, r"attention_mask must be \[1, 2\]"),
+        ({**TWO, "attention_mask": [[0, 1]]}, "attention_mask must be without padding"),
         ({**TWO, "chunks_per_call": 0}, "chunks_per_call must be >= 1, got 0"),
         ({**TWO, "cache": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
         ({**TWO, "chunk": 3}, "is no setting"),

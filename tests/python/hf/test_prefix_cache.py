@@ -176,7 +176,7 @@ def test_a_prompt_may_be_what_a_tokenizer_returns(llama, ids):
             assert torch.equal(cache.token_ids, ids[:, :64])
         padded = {"input_ids": ids, "attention_mask": mask.tril(-1)}
         for wrong, message in (
-            (ids.repeat(2, 1), r"input_ids must be \[1, T\] without padding, got \[2, 72\]"),
+            (ids.repeat(2, 1), r"input_ids must be \[1, T\], got \[2, 72\]"),
             (padded, "without padding"),
             (ids.float(), "input_ids must be ints, got torch.float32"),
             (ids + 1j, "input_ids must be ints, got torch.complex64"),

@@ -63,17 +63,6 @@ def test_a_prompt_of_unknown_length_is_dense_until_it_is_long_enough(llama, ids,
     assert not is_sparse(stock)
 
 
-def test_rows_of_a_padded_batch_count_for_themselves(llama, make_ids, shortest, sparse_layers):
-    ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.int64)
-    mask[0, : 40 - shortest + 1] = 0
-    llama(ids, attention_mask=mask, use_cache=False)
-    assert sparse_layers == [40, 40]
-    mask[1, : 40 - shortest + 1] = 0
-    sparse_layers.clear()
-    llama(ids, attention_mask=mask, use_cache=False)
-    assert sparse_layers == []
-
-
 def test_sessions_go_on_as_they_are(llama, ids, enabled, tmp_path):
     cache = new_cache(llama)
     llama(ids[:, :48], past_key_values=cache)

@@ -25,8 +25,8 @@ RUNS = {
         " and list(cost.index) == [32, 64] and cost.to_numpy().min() > 0"
         " and step_difference < 1e-5",
         1,
-        "attention_mask has holes",
-        "attention_mask has holes",  # of the error that `strict` makes of it
+        "attention_mask hides tokens",
+        "attention_mask hides tokens",  # of the error that `strict` makes of it
     ),
     "perplexity_and_ablation.ipynb": (
         {

@@ -24,8 +24,6 @@ OTHERS = {
     rules.NOT_ENABLED,
     rules.STATIC,
     rules.MASKED,
-    rules.CONTINUES,
-    masks.HOLES,
     masks.NOT_CAUSAL,
     forward.NO_IDS,
     forward.CHANGED,
