@@ -259,11 +259,7 @@ if PrefillConfig.__doc__:
 def format_value(value: Any) -> str:
     """Return a field's value as it is written in a settings text."""
     if isinstance(value, tuple):
-        items = (
-            f"{'.'.join(map(str, x[:-1]))}x{x[-1]}" if isinstance(x, tuple) else str(x)
-            for x in value
-        )
-        return "+".join(items) or "none"
+        return "+".join(map(str, value)) or "none"
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -282,19 +278,15 @@ def _typed(name: str, value: Any) -> Any:
             raise ValueError(f"{name} must be a number, got {value!r}")
         return float(value)
     if isinstance(default, list):
-        return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"{name} must be a sequence of ints, got {value!r}")
+        return tuple(_as_int(name, layer) for layer in value)
     if name == "min_prefill" and (value is None or value == AUTO):
         return value
     whole = _as_int(name, value)
     if name == "min_prefill" and whole == _NATIVE_AUTO:
         raise ValueError(f"{name} must be >= 1, {AUTO!r} or None, got {value!r}")
     return whole
-
-
-def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a sequence of {of}, got {value!r}")
-    return value
 
 
 def _as_int(name: str, value: Any) -> int:
@@ -309,7 +301,7 @@ def _as_int(name: str, value: Any) -> int:
 
 def _as_native(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [list(x) if isinstance(x, tuple) else x for x in value]
+        return list(value)
     return _NATIVE_AUTO if value == AUTO else value
 
 

@@ -26,14 +26,14 @@ void check_query(const at::Tensor& query, const at::Tensor& key) {
 
 void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config, int64_t layer) {
   const PrefillConfig here = config.of_layer(layer);
-  const int64_t window = here.local_window, heavy = here.heavy_budget;
-  TORCH_CHECK_VALUE(tracker.local_window(layer) == window && tracker.heavy_budget(layer) == heavy &&
+  TORCH_CHECK_VALUE(tracker.local_window(layer) == here.local_window &&
+                        tracker.heavy_budget(layer) == here.heavy_budget &&
                         tracker.memory_size(layer) == here.memory_size() &&
                         tracker.sink_tokens() == here.sink_tokens,
                     "tracker must have local_window, heavy_budget and sink_tokens of the config (",
-                    window, ", ", heavy, ", ", here.sink_tokens, ") in layer ", layer, ", got (",
-                    tracker.local_window(layer), ", ", tracker.heavy_budget(layer), ", ",
-                    tracker.sink_tokens(), ")");
+                    here.local_window, ", ", here.heavy_budget, ", ", here.sink_tokens,
+                    ") in layer ", layer, ", got (", tracker.local_window(layer), ", ",
+                    tracker.heavy_budget(layer), ", ", tracker.sink_tokens(), ")");
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ def ablate(
     with kept_on_interrupt(kept):
         from h2o_prefill.eval.plots import plot_ablation
 
-        settings = options.all_settings(preset)
+        base = options.all_settings(preset)
         given = {name: text for name, text in vars(grid).items() if text is not None}
         axes = {name: parse_values(name, text) for name, text in given.items()}
         contexts = options.parse_numbers(context, "context")
@@ -87,7 +87,6 @@ def ablate(
         texts = [generation.load_text(name.strip()) for name in names]
         texts += [generation.load_text(text_file=file) for file in text_file or ()]
         network, tokenizer = model.load()
-        base = [one.find() for one in settings]
         with cluster.connect(model) as workers, console.show_progress("ablation") as show:
             frame = run_ablation(
                 network,

@@ -37,11 +37,10 @@ def bench(
         "memory_profile.png": plot_memory_profile,
     }
     report.check()
-    settings.check()
+    config = settings.find()
     outputs.check_output_folder(output, figures)
     chosen = options.parse_numbers(lengths, "lengths", least=1)
     network, _ = model.load()
-    config = settings.find()
     with console.show_progress("prefill") as show:
         frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
         if output is not None:

@@ -44,7 +44,7 @@ def compare(
     in the perplexity of the prompt, and how the answers begin.
     """
     report.check()
-    settings.check()
+    config = settings.find()
     if prompt_file is None:
         corpus = text.load()
     elif (text.text_file, context) != (None, None):
@@ -52,7 +52,6 @@ def compare(
     else:
         corpus = file_corpus(prompt_file.name, prompt_file, "--prompt-file")
     network, tokenizer = model.load()
-    config = settings.find()
     if prompt_file is None:
         tokens = encode(tokenizer, corpus.text)
         context = context or _default_context(network, tokens, repeats)

@@ -35,9 +35,8 @@ def export(
     from h2o_prefill.generation.packages import write_package
 
     outputs.check_output_file(output, "--output", (".pt2",))
-    settings.check()
-    network, tokenizer = model.load()
     config = settings.find()
+    network, tokenizer = model.load()
     with Console(stderr=True).status("compiling, which takes minutes"):
         written = write_package(network, tokenizer, config, capacity, output, weights or "")
     for path in written:

@@ -130,7 +130,7 @@ def generate(
 
     if one.draft_tokens is not None and one.package is None:
         raise ValueError("--draft-tokens needs --package")
-    settings.check()
+    config = settings.find()
     text = one.read()
     if one.package is not None and options.given(settings):
         raise ValueError("--package has its own settings: leave out --preset and the sizes")
@@ -145,7 +145,6 @@ def generate(
     with contextlib.ExitStack() as stack:
         if one.package is None:
             network, tokenizer = model.load()
-            config = settings.find()
             handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
         else:
             model.use_threads()

@@ -8,7 +8,6 @@ import functools
 import inspect
 import re
 import typing
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,17 +159,14 @@ class TextOptions:
         return generation.load_text(self.dataset, self.text_file)
 
 
-def preset_option(
-    use: str = "Settings of sparse prefill",
-    default: str | bool = DEFAULT_PRESET,
-) -> Any:
+def preset_option(use: str = "Settings of sparse prefill") -> Any:
     """Return the option of a settings text; `use` says what for."""
     return typer.Option(
         "--preset",
         metavar="PRESET[,NAME=VALUE...]",
         help=f"{use}: a preset ({', '.join(PRESETS)}), optionally followed by changes of single "
         "fields, as in h2o,recall=4,dense_tail=64.",
-        show_default=default,
+        show_default=DEFAULT_PRESET,
         rich_help_panel=SIZES,
     )
 
@@ -195,12 +191,6 @@ class SettingsOptions:
     heavy_budget: Annotated[int | None, field_option("heavy_budget")] = None
     sink_tokens: Annotated[int | None, field_option("sink_tokens")] = None
 
-    def check(self) -> None:
-        """Raise the errors of settings that do not depend on the model, before it is loaded."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.find()
-
     def find(self) -> PrefillConfig:
         """Return the settings; without a preset, "recommended"."""
         try:
@@ -212,12 +202,9 @@ class SettingsOptions:
         return config.with_fields(**{name: x for name, x in sizes.items() if x is not None})
 
 
-def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
-    """Return the checked settings of an option that may be repeated, the default without any."""
-    settings = [SettingsOptions(text) for text in presets or (None,)]
-    for one in settings:
-        one.check()
-    return settings
+def all_settings(presets: list[str] | None) -> list[PrefillConfig]:
+    """Return the settings of an option that may be repeated, the default without any."""
+    return [SettingsOptions(text).find() for text in presets or (None,)]
 
 
 def describe(config: PrefillConfig, **grid: str) -> str:

@@ -22,11 +22,10 @@ def ppl(
     from h2o_prefill.eval.plots import plot_perplexity
 
     report.check()
-    settings.check()
+    config = settings.find()
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
-    config = settings.find()
     with console.show_progress("perplexity") as show:
         result = evaluate_perplexity(
             network,

@@ -64,7 +64,7 @@ def retrieve(
     from h2o_prefill.eval.plots import plot_retrieval
 
     report.check()
-    settings = options.all_settings(preset)
+    configs = options.all_settings(preset)
     wanted: dict[str, Any] = {
         "tasks": tasks.split(","),
         "lengths": options.parse_numbers(lengths, "lengths"),
@@ -78,7 +78,6 @@ def retrieve(
     kept = None if keep is None else KeptOutcomes(keep)
     corpus = text.load()
     network, tokenizer = model.load()
-    configs = [one.find() for one in settings]
     with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
         result = evaluate_retrieval(
             network,

@@ -34,12 +34,11 @@ def visualize(
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
 
     report.check()
-    settings.check()
+    config = settings.find()
     files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
     outputs.check_output_folder(output, files)
     corpus = text.load()
     network, tokenizer = model.load()
-    config = settings.find()
     tokens = encode(tokenizer, corpus.text)
     _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
     title = f"{model}, {corpus.name} window {window} of {context} tokens, "

@@ -28,7 +28,7 @@ from h2o_prefill.generation.runs import (
     prefill_mode,
 )
 from h2o_prefill.generation.text import encode
-from h2o_prefill.presets import chosen_config
+from h2o_prefill.presets import PRESETS, chosen_config
 from h2o_prefill.vocabulary import check_tokenizer
 
 # What a tokenizer returns for a text.
@@ -184,7 +184,7 @@ def _modes(
     check_chunks(chosen, tokens, "the prompt")
 
     switched = partial(prefill_mode, model, tokenizer=tokenizer)
-    exact = chosen_config("exact")
+    exact = PRESETS["exact"]
     modes: dict[str, _Mode] = {
         f"{model.config._attn_implementation}, model's own": (None, partial(switched, None)),
         "exact, lossless": (exact, partial(switched, exact)),

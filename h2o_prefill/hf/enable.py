@@ -32,7 +32,7 @@ from h2o_prefill.hf.forward import (
     context_of,
     leave_context,
 )
-from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, is_unpadded
+from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, is_unpadded, longest_text
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import (
@@ -95,6 +95,7 @@ class PrefillHandle:
             before.reported,
             causal_by_mask(self.model, configs, before.config),
             token_text=before.token_text,
+            longest_text=longest_text(self.model.config),
         )
 
     def _switch_on(self) -> None:

@@ -25,7 +25,6 @@ from h2o_prefill.hf.kinds import (
     NAME,
     Padding,
     Window,
-    longest_text,
     switched,
     windows_ahead,
 )
@@ -91,6 +90,7 @@ class EnabledState:
     errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
+    longest_text: int | None = None  # tokens that the model was made for, None if it does not say
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
@@ -329,17 +329,20 @@ class ForwardContext:
     def check_text(self) -> None:
         """Refuse a prompt that goes on from another text; warn of one that is too long."""
         length = max(self.begun + self.new, _announced.get())
-        longest = longest_text(self.model.config)
+        longest = self.enabled.longest_text
         if longest is not None and length > longest and TOO_LONG not in self.enabled.reported:
             self.enabled.reported.add(TOO_LONG)
             warn("h2o_prefill: " + TOO_LONG.format(longest, length))
-        held = self.cache.token_ids if isinstance(self.cache, KeepsTokenIds) else None
-        told = {} if held is None or self.input_ids is None else _prefill_of_generate()
-        # None, or 0 in chunks: `generate` was given what follows the cache alone.
-        rest = told.get("next_sequence_length")
-        if rest is None or (rest == 0 and told["generation_config"].prefill_chunk_size):
+        cache = self.cache if isinstance(self.cache, KeepsTokenIds) else None
+        if cache is None or not cache._token_ids or self.input_ids is None:
             return
-        prompt: Tensor = told["input_ids"]
+        prefill = _prefill_of_generate()
+        # None, or 0 in chunks: `generate` was given what follows the cache alone.
+        rest = prefill.get("next_sequence_length")
+        if rest is None or (rest == 0 and prefill["generation_config"].prefill_chunk_size):
+            return
+        # Joins the pieces, so not in decoding.
+        held, prompt = cache.token_ids, prefill["input_ids"]
         if held is None or len(prompt) != len(held):
             return
         past = held.shape[1]

@@ -28,9 +28,8 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                    int64_t sink_tokens);
 
-  // The budgets of a config. checkpoints: whether sparse calls
-  // keep what the next chunk needs at each multiple of the chunk size, so that truncate() to it is
-  // exact.
+  // The budgets of a config. checkpoints: whether sparse calls keep what the next chunk needs at
+  // each multiple of the chunk size, so that truncate() to it is exact.
   MemorySetTracker(int64_t num_layers, const PrefillConfig& config, bool checkpoints = false);
 
   // There are no implicit copies, which would share buffers.
