@@ -10,7 +10,7 @@ import typer
 
 from h2o_prefill import generation
 from h2o_prefill.cli import console, options, outputs, tables
-from h2o_prefill.cli.errors import kept_on_interrupt
+from h2o_prefill.cli.errors import interrupt_text
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import parse_values, run_ablation
 from h2o_prefill.eval.ablation_table import CSV_NAME
@@ -23,7 +23,7 @@ else:
     GridOptions = dataclasses.make_dataclass(
         "GridOptions",
         [
-            (x.name, Annotated[str | None, options.field_option(x.name, _GRID, "V,V,...")], None)
+            (x.name, Annotated[str | None, options.field_option(x.name, _GRID)], None)
             for x in dataclasses.fields(PrefillConfig)
         ],
     )
@@ -72,13 +72,13 @@ def ablate(
     cells. Lists of layers are joined by "+": --dense-layers none,0,0+1. On a Dask cluster every
     worker measures cells; the file is written here.
     """
-    kept = f"finished cells are kept in {str(output)!r}, the same command continues with the others"
-    with kept_on_interrupt(kept):
+    rest = "the same command continues with the others"
+    with interrupt_text(f"finished cells are kept in {str(output)!r}, {rest}"):
         from h2o_prefill.eval.plots import plot_ablation
 
-        base = options.all_settings(preset)
-        given = {name: text for name, text in vars(grid).items() if text is not None}
-        axes = {name: parse_values(name, text) for name, text in given.items()}
+        base = [options.find_settings(text) for text in preset or (None,)]
+        values = {name: text for name, text in vars(grid).items() if text is not None}
+        axes = {name: parse_values(name, text) for name, text in values.items()}
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
@@ -101,8 +101,9 @@ def ablate(
                 cluster=workers,
                 on_progress=show,
             )
+        varied = "".join(f", {name} of {text}" for name, text in values.items())
         title = f"{model}, windows {windows}, {len(frame)} cells\n"
-        title += "; ".join(options.describe(config, **given) for config in base)
+        title += "; ".join(config.to_string() for config in base) + varied
         console.stderr.print(f"wrote {csv_file}")
         if plot:
             plot_ablation(frame, figure)

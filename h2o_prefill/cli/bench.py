@@ -15,8 +15,8 @@ from h2o_prefill.eval.report import build_report
 @options.command
 def bench(
     model: options.ModelOptions,
-    settings: options.SettingsOptions,
     *,
+    preset: options.PresetOption = None,
     lengths: str = typer.Option(
         "1024,2048,4096", metavar="N,N,...", help="Prompt lengths in tokens."
     ),
@@ -37,15 +37,14 @@ def bench(
         "memory_profile.png": plot_memory_profile,
     }
     report.check()
-    config = settings.find()
+    config = options.find_settings(preset)
     outputs.check_output_folder(output, figures)
-    chosen = options.parse_numbers(lengths, "lengths", least=1)
+    prompts = options.parse_numbers(lengths, "lengths", least=1)
     network, _ = model.load()
     with console.show_progress("prefill") as show:
-        frames = [benchmark_throughput(network, chosen, runs, config, on_progress=show)]
+        frames = [benchmark_throughput(network, prompts, runs, config, on_progress=show)]
         if output is not None:
-            frames.append(profile_memory(network, chosen, config, on_progress=show))
-    what, described = f"{model}, prefill", options.describe(config)
+            frames.append(profile_memory(network, prompts, config, on_progress=show))
     name = config.to_string()
     origin = {"model": model.model, "dtype": model.dtype, "preset": name}
     rows = (frame.to_dict(orient="records") for frame in frames)
@@ -55,7 +54,7 @@ def bench(
         folder = output.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         for (file, draw), frame in zip(figures.items(), frames, strict=True):
-            draw(frame, folder / file, f"{what}, {described}")
+            draw(frame, folder / file, f"{model}, prefill, {name}")
             console.stderr.print(f"wrote {folder / file}")
     table = tables.throughput_table(frames[0])
-    report.show(f"{what}, median of {runs}\n{described}", table)
+    report.show(f"{model}, prefill, median of {runs}\n{name}", table)

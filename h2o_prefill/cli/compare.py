@@ -23,8 +23,8 @@ from h2o_prefill.generation.text import encode, file_corpus
 def compare(
     model: options.ModelOptions,
     text: options.TextOptions,
-    settings: options.SettingsOptions,
     *,
+    preset: options.PresetOption = None,
     prompt_file: Path | None = typer.Option(
         None,
         metavar="FILE",
@@ -44,7 +44,7 @@ def compare(
     in the perplexity of the prompt, and how the answers begin.
     """
     report.check()
-    config = settings.find()
+    config = options.find_settings(preset)
     if prompt_file is None:
         corpus = text.load()
     elif (text.text_file, context) != (None, None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -13,24 +12,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 # Of warnings, errors and what was written: text as it is, however long a line.
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-# Set by Ctrl-C.
-interrupted = threading.Event()
-
-
-def remember_interrupt(*_: object) -> None:
-    """Handle Ctrl-C as Python does, so that `check_interrupt` knows of it."""
-    interrupted.set()
-    raise KeyboardInterrupt
-
-
-def check_interrupt() -> None:
-    """Raise KeyboardInterrupt again if Ctrl-C has been pressed and the exception was lost.
-
-    Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
-    """
-    if interrupted.is_set():
-        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -48,12 +29,9 @@ def show_progress(what: str) -> Iterator[Callable[..., None]]:
         speed_estimate_period=float("inf"),
     ) as shown:
         task = shown.add_task(what, total=None)
-
-        def step(done: int, total: int, what: str) -> None:
-            check_interrupt()
-            shown.update(task, completed=done, total=total, description=what)
-
-        yield step
+        yield lambda done, total, what: shown.update(
+            task, completed=done, total=total, description=what
+        )
 
 
 @contextlib.contextmanager

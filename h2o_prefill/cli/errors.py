@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from h2o_prefill._errors import first_line
-from h2o_prefill.cli.console import interrupted, remember_interrupt, stderr
+from h2o_prefill.cli.console import stderr
 
 # Errors that the library raises on purpose. Any other is a bug and keeps its traceback.
 _USAGE_ERRORS = (ValueError, FileNotFoundError)
@@ -45,27 +44,18 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> None:
         """Run a command. Ctrl-C becomes an error that has a text."""
-        handler = signal.getsignal(signal.SIGINT)
-        interrupted.clear()
-        if handler != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, remember_interrupt)
-        try:
+        with interrupt_text("partial results are not kept, existing result files are intact"):
             super().invoke(ctx)
             sys.stdout.flush()
-        except KeyboardInterrupt as error:
-            kept = "partial results are not kept, existing result files are intact"
-            raise typer.Abort(str(error) or kept) from error
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
 
 @contextlib.contextmanager
-def kept_on_interrupt(what: str) -> Iterator[None]:
-    """Let Ctrl-C in a block say what is kept of its work, and how to resume."""
+def interrupt_text(text: str) -> Iterator[None]:
+    """Let Ctrl-C in a block say what is left of its work."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(what) from None
+    except KeyboardInterrupt as error:
+        raise typer.Abort(text) from error
 
 
 def _explain(error: Any) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
 @options.command
 def export(
     model: options.Bfloat16ModelOptions,
-    settings: options.SettingsOptions,
+    preset: options.PresetOption = None,
     output: Path = typer.Option(
         ..., metavar="FILE.pt2", help="Package to write.", show_default=False
     ),
@@ -35,7 +35,7 @@ def export(
     from h2o_prefill.generation.packages import write_package
 
     outputs.check_output_file(output, "--output", (".pt2",))
-    config = settings.find()
+    config = options.find_settings(preset)
     network, tokenizer = model.load()
     with Console(stderr=True).status("compiling, which takes minutes"):
         written = write_package(network, tokenizer, config, capacity, output, weights or "")

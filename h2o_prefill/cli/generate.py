@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -19,64 +17,7 @@ from h2o_prefill.generation.prompts import check_prompt, encode_turn, without_mi
 from h2o_prefill.generation.text import read_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from h2o_prefill.generation.generate import GenerationTiming, Sampling
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """One prompt, and what runs it."""
-
-    prompt: str | None = typer.Argument(None, help="Text to continue.", show_default=False)
-    prompt_file: Path | None = typer.Option(
-        None, metavar="FILE", help="UTF-8 text file that holds the prompt."
-    )
-    package: Path | None = typer.Option(
-        None,
-        metavar="FILE.pt2",
-        help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
-        "type are used.",
-    )
-    session: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Session file: its text is continued if the file exists, and then it is written, "
-        "with the prompt and the answer. Model, settings and data type must equal the "
-        "file's.",
-    )
-    draft_tokens: int | None = typer.Option(
-        None,
-        metavar="N",
-        min=1,
-        help="With --package: draft up to N tokens by how the text continued before, and verify "
-        "them in one call.",
-    )
-    max_prompt_tokens: int | None = typer.Option(
-        None,
-        metavar="N",
-        min=2,
-        help="Cut a longer prompt to N tokens by leaving out its middle.",
-    )
-
-    def read(self) -> str:
-        """Return the text of the prompt."""
-        if (self.prompt is None) == (self.prompt_file is None):
-            raise ValueError("give a prompt or --prompt-file, one of the two")
-        text = self.prompt or ""
-        if self.prompt_file is not None:
-            text = read_text(self.prompt_file, "--prompt-file")
-        check_prompt(text)
-        return text
-
-    def encode(self, tokenizer: Any, text: str, before: Tensor | None, chat: bool) -> Tensor:
-        """Return the token ids of the prompt after those before it, cut if it is too long."""
-        ids = encode_turn(tokenizer, text, before, chat=chat)
-        longest = self.max_prompt_tokens
-        if longest is None or ids.shape[1] <= longest:
-            return ids
-        console.stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
-        return without_middle(ids, longest)
 
 
 @dataclass(frozen=True)
@@ -103,16 +44,45 @@ class SamplingOptions:
         """Return how tokens are drawn, None for the likeliest ones."""
         from h2o_prefill.generation.generate import Sampling
 
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return Sampling(**given) if len(given) > 1 else None
+        chosen = {name: value for name, value in vars(self).items() if value is not None}
+        return Sampling(**chosen) if len(chosen) > 1 else None
 
 
 @options.command
 def generate(
-    one: PromptOptions,
     model: options.ModelOptions,
     sampling: SamplingOptions,
-    settings: options.SettingsOptions,
+    preset: options.PresetOption = None,
+    prompt: str | None = typer.Argument(None, help="Text to continue.", show_default=False),
+    prompt_file: Path | None = typer.Option(
+        None, metavar="FILE", help="UTF-8 text file that holds the prompt."
+    ),
+    package: Path | None = typer.Option(
+        None,
+        metavar="FILE.pt2",
+        help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
+        "type are used.",
+    ),
+    session: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Session file: its text is continued if the file exists, and then it is written, "
+        "with the prompt and the answer. Model, settings and data type must equal the "
+        "file's.",
+    ),
+    draft_tokens: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=1,
+        help="With --package: draft up to N tokens by how the text continued before, and verify "
+        "them in one call.",
+    ),
+    max_prompt_tokens: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=2,
+        help="Cut a longer prompt to N tokens by leaving out its middle.",
+    ),
     max_new_tokens: int = typer.Option(128, min=1, help="Maximum number of tokens to generate."),
     chat: bool = typer.Option(
         True,
@@ -128,68 +98,58 @@ def generate(
     from h2o_prefill.generation.packages import load_package
     from h2o_prefill.hf import enable
 
-    if one.draft_tokens is not None and one.package is None:
+    if draft_tokens is not None and package is None:
         raise ValueError("--draft-tokens needs --package")
-    config = settings.find()
-    text = one.read()
-    if one.package is not None and options.given(settings):
-        raise ValueError("--package has its own settings: leave out --preset and the sizes")
-    if one.session is not None:
-        outputs.check_output_file(one.session, "--session")
+    if package is not None and preset is not None:
+        raise ValueError("--package has its own settings: leave out --preset")
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError("give a prompt or --prompt-file, one of the two")
+    config = options.find_settings(preset)
+    text = prompt or "" if prompt_file is None else read_text(prompt_file, "--prompt-file")
+    check_prompt(text)
+    if session is not None:
+        outputs.check_output_file(session, "--session")
+
+    waiting = Console(stderr=True).status("prefill")
 
     def show(piece: str) -> None:
-        console.check_interrupt()
+        waiting.stop()
         print(piece, end="", flush=True)
 
     network: Any
     with contextlib.ExitStack() as stack:
-        if one.package is None:
+        if package is None:
             network, tokenizer = model.load()
             handle = stack.enter_context(enable(network, config, tokenizer=tokenizer))
         else:
             model.use_threads()
-            with Console(stderr=True).status(f"loading {one.package}"):
-                network, tokenizer = load_package(one.package)
-        kept = None if one.session is None else open_session(one.session, network)
-        before = None if kept is None else kept.token_ids
-        ids = one.encode(tokenizer, text, before, chat)
-        given = ids, max_new_tokens, show, kept, sampling.find(), one.draft_tokens or 0
-        with contextlib.nullcontext() if one.package else _bar_of_layers(network):
-            timing = generate_timed(network, tokenizer, *given)
+            with Console(stderr=True).status(f"loading {package}"):
+                network, tokenizer = load_package(package)
+        cache = None if session is None else open_session(session, network)
+        before = None if cache is None else cache.token_ids
+        ids = encode_turn(tokenizer, text, before, chat=chat)
+        if max_prompt_tokens is not None and ids.shape[1] > max_prompt_tokens:
+            console.stderr.print(
+                f"the prompt's {ids.shape[1]} tokens are cut to {max_prompt_tokens}"
+            )
+            ids = without_middle(ids, max_prompt_tokens)
+        drawn = sampling.find(), draft_tokens or 0
+        with waiting:
+            timing = generate_timed(network, tokenizer, ids, max_new_tokens, show, cache, *drawn)
         past = 0 if before is None else before.shape[1]
         length = past + timing.prompt_tokens
-        if one.package is None:
+        if package is None:
             kl = next(iter(handle.report().estimated_kl or ()), nan)
             config = handle.state.resolve(network, length)
         else:
             kl = network.estimated_kl
             config = network.info.resolve(length)
-        if one.session is not None and kept is not None:
-            kept.save(one.session)
+        if session is not None and cache is not None:
+            cache.save(session)
     print()
     console.stderr.print(_summary(timing, config, kl, past), style="dim")
-    if one.session is not None:
-        console.stderr.print(f"wrote {one.session}")
-
-
-@contextlib.contextmanager
-def _bar_of_layers(network: Any) -> Iterator[None]:
-    """Show how many layers a prompt has passed, until it has passed all."""
-    from h2o_prefill.hf.report import attention_layers
-
-    layers, passed = attention_layers(network, None), itertools.count(1)
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(console.show_progress("prefill"))
-
-        def count(*_: object) -> None:
-            done = next(passed)
-            step(done, len(layers), "prefill, layers")
-            if done == len(layers):
-                stack.close()
-
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(count).remove)
-        yield
+    if session is not None:
+        console.stderr.print(f"wrote {session}")
 
 
 def _summary(timing: GenerationTiming, config: PrefillConfig, kl: float, past: int) -> str:

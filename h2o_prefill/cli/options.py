@@ -1,4 +1,4 @@
-"""Options that several commands share, in groups, and their values: models, texts, settings."""
+"""Options that several commands share, and their values: models, texts, settings, workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from rich.console import Console
 from h2o_prefill import generation
 from h2o_prefill.cli.console import quiet_libraries, stderr
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import LETTERS
-from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
-from h2o_prefill.generation.cluster import connect
+from h2o_prefill.eval.cluster import ModelCluster, connect
+from h2o_prefill.generation import DTYPES, Corpus
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
 
-SIZES = "Sparse prefill"
+_SETTINGS = "Sparse prefill"
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -54,23 +53,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 yield option.replace(default=default, annotation=hints[field.name])
 
     @functools.wraps(function)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         for name, group in groups.items():
             fields = dataclasses.fields(group)
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields})
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields})
         with quiet_libraries():
-            function(**given)
+            function(**values)
 
     # typer reads both.
     changed = signature.replace(parameters=[*options()])
     run.__signature__ = changed  # type: ignore[attr-defined]
     run.__annotations__ = {name: one.annotation for name, one in changed.parameters.items()}
     return run
-
-
-def given(group: Any) -> bool:
-    """Return whether there is any option of a group without defaults."""
-    return any(value is not None for value in vars(group).values())
 
 
 def _dtype_of_cpu(name: str) -> str:
@@ -107,11 +101,6 @@ class CpuModelOptions:
     def __str__(self) -> str:
         return f"{self.model} {self.dtype}"
 
-    def origin(self, corpus: Corpus, **more: Any) -> dict[str, Any]:
-        """Return the part of a report that names the model, its data type and the text."""
-        text = {"dataset": corpus.name, "text_source": corpus.source}
-        return {"model": self.model, "dtype": self.dtype, **text, **more}
-
     def use_threads(self) -> None:
         """Set the number of CPU threads, if one is given."""
         if self.threads is not None:
@@ -139,6 +128,11 @@ class ModelOptions(CpuModelOptions):
         "cpu", help="Where the model runs: cpu, cuda, or one of several GPUs, as cuda:1."
     )
 
+    def origin(self, corpus: Corpus, **more: Any) -> dict[str, Any]:
+        """Return the part of a report that names the model, its data type and the text."""
+        text = {"dataset": corpus.name, "text_source": corpus.source}
+        return {"model": self.model, "dtype": self.dtype, **text, **more}
+
 
 @dataclass(frozen=True)
 class TextOptions:
@@ -165,62 +159,33 @@ def preset_option(use: str = "Settings of sparse prefill") -> Any:
         "--preset",
         metavar="PRESET[,NAME=VALUE...]",
         help=f"{use}: a preset ({', '.join(PRESETS)}), optionally followed by changes of single "
-        "fields, as in h2o,recall=4,dense_tail=64.",
+        "fields, as in h2o,recall=4,local_window=256.",
         show_default=DEFAULT_PRESET,
-        rich_help_panel=SIZES,
+        rich_help_panel=_SETTINGS,
     )
 
 
-def field_option(name: str, panel: str = SIZES, metavar: str | None = None) -> Any:
-    """Return the option of a field of `PrefillConfig`."""
+PresetOption = Annotated[str | None, preset_option()]
+
+
+def find_settings(preset: str | None) -> PrefillConfig:
+    """Return the settings of a text, those of `enable` without one."""
+    try:
+        return chosen_config(preset)
+    except ValueError as error:
+        raise ValueError(f"settings {preset!r}: {error}") from None
+
+
+def field_option(name: str, panel: str) -> Any:
+    """Return the option of several values of a field of `PrefillConfig`."""
     text = PrefillConfig.__dataclass_fields__[name].metadata["help"]
     # Fields that the text names are options here.
     text = re.sub(r"`(\w+)`", lambda other: f"--{other[1].replace('_', '-')}", text)
     return typer.Option(
-        help=text, metavar=metavar, rich_help_panel=panel, show_default="from --preset"
+        help=text, metavar="V,V,...", rich_help_panel=panel, show_default="from --preset"
     )
 
 
-@dataclass(frozen=True)
-class SettingsOptions:
-    """Settings of sparse prefill."""
-
-    preset: Annotated[str | None, preset_option()] = None
-    chunk_size: Annotated[int | None, field_option("chunk_size")] = None
-    local_window: Annotated[int | None, field_option("local_window")] = None
-    heavy_budget: Annotated[int | None, field_option("heavy_budget")] = None
-    sink_tokens: Annotated[int | None, field_option("sink_tokens")] = None
-
-    def find(self) -> PrefillConfig:
-        """Return the settings; without a preset, "recommended"."""
-        try:
-            config = chosen_config(self.preset)
-        except ValueError as error:
-            of = f"settings {self.preset!r}: " if self.preset else ""
-            raise ValueError(f"{of}{error}") from None
-        sizes = {name: getattr(self, name) for name in LETTERS}
-        return config.with_fields(**{name: x for name, x in sizes.items() if x is not None})
-
-
-def all_settings(presets: list[str] | None) -> list[PrefillConfig]:
-    """Return the settings of an option that may be repeated, the default without any."""
-    return [SettingsOptions(text).find() for text in presets or (None,)]
-
-
-def describe(config: PrefillConfig, **grid: str) -> str:
-    """Return the name of settings, their sizes, and what else they change, for titles.
-
-    `grid` has the values, with commas between, of fields that do not keep those of `config`.
-    """
-    preset, *changes = config.to_string().split(",")
-    sizes = [f"{letter}={grid.get(x, getattr(config, x))}" for x, letter in LETTERS.items()]
-    others = [x for x in changes if x.partition("=")[0] not in {*LETTERS, *grid}]
-    others += [f"{name}={values}" for name, values in grid.items() if name not in LETTERS]
-    # Lists of many heads are cut.
-    return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
-
-
-ContextOption = Annotated[int, typer.Option(min=1, help="Window length in tokens.")]
 WindowsOption = Annotated[
     str,
     typer.Option(
@@ -253,12 +218,8 @@ class ClusterOptions:
     scheduler: str | None = typer.Option(
         None,
         metavar="ADDRESS",
-        help="Work on the workers of this Dask scheduler, as in tcp://10.0.0.1:8786.",
-    )
-    scheduler_file: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="The same, by the file that dask scheduler --scheduler-file wrote.",
+        help="Work on the workers of this Dask scheduler, as in tcp://10.0.0.1:8786, or a file "
+        "that dask scheduler --scheduler-file wrote.",
     )
     workers: int | None = typer.Option(
         None,
@@ -270,15 +231,15 @@ class ClusterOptions:
     )
 
     @contextlib.contextmanager
-    def connect(self, model: CpuModelOptions) -> Iterator[ModelCluster | None]:
+    def connect(self, model: ModelOptions) -> Iterator[ModelCluster | None]:
         """Yield workers that load a model, None without any of the options."""
-        if not given(self):
+        if self.scheduler is None and self.workers is None:
             yield None
             return
-        if [self.scheduler, self.scheduler_file, self.workers].count(None) < 2:
-            raise ValueError("give one of --scheduler, --scheduler-file and --workers")
-        if (device := getattr(model, "device", "cpu")) != "cpu":
-            raise ValueError(f"--device must be cpu with workers, got {device!r}")
-        with connect(**vars(self), threads=model.threads) as (client, threads):
+        if None not in (self.scheduler, self.workers):
+            raise ValueError("give one of --scheduler and --workers")
+        if model.device != "cpu":
+            raise ValueError(f"--device must be cpu with workers, got {model.device!r}")
+        with connect(self.scheduler, self.workers, model.threads) as (client, threads):
             stderr.print(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
             yield ModelCluster(client, model.model, model.dtype, threads)

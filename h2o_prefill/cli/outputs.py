@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class ReportOptions:
         """Print a table under its title, and lines, to stderr if the report has stdout."""
         with contextlib.redirect_stdout(sys.stderr if str(self.json_file) == "-" else sys.stdout):
             if isinstance(table, str):
-                print(title, table, sep="\n")
+                print(title, table, sep="\n" if title else "")
             else:
                 tables.print_result(title, table)
             for line in lines:
@@ -66,9 +66,7 @@ class PlotOptions(ReportOptions):
         """Raise ValueError if a file could not be written."""
         super().check()
         if self.plot is not None:
-            from h2o_prefill.eval.plots import SUFFIXES
-
-            check_output_file(self.plot, "--plot", SUFFIXES)
+            check_output_file(self.plot, "--plot", (".png", ".svg", ".pdf"))
 
     def draw(self, plot: Callable[..., Any], result: Any, title: str) -> None:
         """Draw the figure, if --plot asks for it."""
@@ -79,10 +77,9 @@ class PlotOptions(ReportOptions):
 
 def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:
     """Raise ValueError for a file that could not be written, or has none of the suffixes."""
-    target = path.expanduser()
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
-    _check_writable(target, option)
+    target = path.expanduser().absolute()
+    if target.is_dir() or not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
+        raise ValueError(f"{option} must be a file in a folder to write to, got {str(path)!r}")
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
 
@@ -91,20 +88,12 @@ def check_output_folder(path: Path | None, names: Iterable[str], option: str = "
     """Raise ValueError if files could not be written into a folder, which may be new."""
     if path is None:
         return
-    folder = output_folder(path, option)
+    folder = output_folder(path, option).absolute()
+    if folder.exists():
+        for name in names:
+            check_output_file(folder / name, option)
+        return
     while not folder.exists():
-        folder = folder.absolute().parent
-    for name in ("new", *names):
-        _check_writable(folder / name, option)
-
-
-def _check_writable(path: Path, option: str) -> None:
-    try:
-        if path.is_file() or path.is_dir():
-            path.open("ab").close()
-        if path.is_file() or not path.exists():
-            # Making a file is the only answer that holds for every user and file system.
-            with tempfile.TemporaryFile(dir=path.resolve().parent):
-                pass
-    except OSError as error:
-        raise ValueError(f"{option}: cannot write {str(path)!r}: {error.strerror}") from error
+        folder = folder.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"{option}: cannot write into {str(path)!r}")

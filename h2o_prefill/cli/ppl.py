@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
@@ -12,9 +14,9 @@ from h2o_prefill.eval.windows import parse_windows
 def ppl(
     model: options.ModelOptions,
     text: options.TextOptions,
-    settings: options.SettingsOptions,
     *,
-    context: options.ContextOption = 4096,
+    preset: options.PresetOption = None,
+    context: int = typer.Option(4096, min=1, help="Window length in tokens."),
     windows: options.WindowsOption = "0:6",
     report: outputs.PlotOptions,
 ) -> None:
@@ -22,7 +24,7 @@ def ppl(
     from h2o_prefill.eval.plots import plot_perplexity
 
     report.check()
-    config = settings.find()
+    config = options.find_settings(preset)
     parse_windows(windows)
     corpus = text.load()
     network, tokenizer = model.load()
@@ -36,9 +38,9 @@ def ppl(
             windows=windows,
             on_progress=show,
         )
-    title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
-    title += options.describe(config)
-    origin = model.origin(corpus, preset=config.to_string())
+    name = config.to_string()
+    title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n{name}"
+    origin = model.origin(corpus, preset=name)
     report.write(lambda: perplexity_report(result, **origin))
     report.draw(plot_perplexity, result, title)
     report.show(title, tables.perplexity_table(result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +10,6 @@ from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval.retrieval import (
     DEPTHS,
     LENGTHS,
-    KeptOutcomes,
     check_retrieval,
     evaluate_retrieval,
     retrieval_report,
@@ -23,7 +21,6 @@ from h2o_prefill.eval.retrieval_prompts import TASKS
 def retrieve(
     model: options.ModelOptions,
     text: options.TextOptions,
-    cluster: options.ClusterOptions,
     *,
     tasks: str = typer.Option(
         ",".join(TASKS),
@@ -46,11 +43,6 @@ def retrieve(
     seed: int = typer.Option(
         0, help="Random seed of needles and texts; equal seeds give equal prompts."
     ),
-    keep: Path | None = typer.Option(
-        None,
-        metavar="FILE.jsonl",
-        help="File of prompts that are done; the same command continues with the others.",
-    ),
     report: outputs.PlotOptions,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
@@ -59,12 +51,12 @@ def retrieve(
     have the form of RULER's. In the table, accuracy is the mean score, and kept is how many of the
     prompts solved after dense prefill are also solved after sparse prefill. The last column has the
     mean log-probability per token of the expected answer after dense prefill, and its change after
-    sparse prefill. On a Dask cluster every worker answers prompts.
+    sparse prefill.
     """
     from h2o_prefill.eval.plots import plot_retrieval
 
     report.check()
-    configs = options.all_settings(preset)
+    configs = [options.find_settings(text) for text in preset or (None,)]
     wanted: dict[str, Any] = {
         "tasks": tasks.split(","),
         "lengths": options.parse_numbers(lengths, "lengths"),
@@ -73,20 +65,15 @@ def retrieve(
         "question": question,
     }
     check_retrieval(**wanted)
-    if keep is not None:
-        outputs.check_output_file(keep, "--keep", (".jsonl",))
-    kept = None if keep is None else KeptOutcomes(keep)
     corpus = text.load()
     network, tokenizer = model.load()
-    with cluster.connect(model) as workers, console.show_progress("retrieval") as show:
+    with console.show_progress("retrieval") as show:
         result = evaluate_retrieval(
             network,
             corpus,
             {config.to_string(): config for config in configs},
             tokenizer=tokenizer,
             seed=seed,
-            kept=kept,
-            cluster=workers,
             on_progress=show,
             **wanted,
         )

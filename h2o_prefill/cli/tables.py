@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -23,44 +22,29 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.retrieval import RetrievalResult
 
 
-# Columns that may fold are not made narrower than this.
-_LEAST_FOLDED = 12
-_ANY_WIDTH = 10_000
-
-
-def new_table(*headings: str, folding: Sequence[str] = (), show_header: bool = True) -> Table:
-    """Return an empty table with these columns, all on the right but the first and `folding`."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_header=show_header)
+def new_table(*headings: str, left: Sequence[str] = ()) -> Table:
+    """Return an empty table with these columns, all on the right but the first and `left`."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for index, heading in enumerate(headings):
-        side: Any = "right" if index and heading not in folding else "left"
-        table.add_column(heading, justify=side, no_wrap=heading not in folding, overflow="fold")
+        side: Any = "right" if index and heading not in left else "left"
+        table.add_column(heading, justify=side, no_wrap=True)
     return table
 
 
 def print_result(title: str, table: Table) -> None:
     """Print a table as a result; no cell is cut off: a narrow terminal folds the lines."""
-    console = Console(highlight=False)
-    console.width = max(console.width, _narrowest(table, console))
     if title:
-        console.print(title, markup=False)
+        print(title)
+    console = Console(highlight=False, markup=False)
+    whole = console.options.update(width=10_000)
+    console.width = max(console.width, console.measure(table, options=whole).maximum)
     console.print(table)
-
-
-def _narrowest(table: Table, console: Console) -> int:
-    """Return the least width in which no cell of a table is cut off."""
-    unlimited = console.options.update(width=_ANY_WIDTH)
-    whole = console.measure(table, options=unlimited).maximum
-    for column in table.columns:
-        if not column.no_wrap:
-            texts = "\n".join(map(str, (column.header, *column.cells)))
-            whole -= max(0, max(map(cell_len, texts.split("\n"))) - _LEAST_FOLDED)
-    return whole
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
     """Return perplexity and other measures, dense and sparse, one per row."""
     dense, sparse = result.dense, result.sparse
-    table = new_table("", "dense", "sparse", "difference", folding=("",))
+    table = new_table("", "dense", "sparse", "difference")
     difference = format_change(result.delta_percent, result.stderr_percent)
     table.add_row("perplexity", f"{dense.ppl:.3f}", f"{sparse.ppl:.3f}", difference, style="bold")
     if len(dense.ppl_by_window) > 1:
@@ -125,7 +109,7 @@ def throughput_table(frame: pd.DataFrame) -> Table:
 def retrieval_table(result: RetrievalResult) -> Table:
     """Return accuracy with 95 % intervals, and log-probability of the answer with its error."""
     headings = ("accuracy %\n(95 %)", "kept of\nsolved", "log-prob,\nchange")
-    table = new_table("task", "tokens", "prefill", *headings, folding=("prefill",))
+    table = new_table("task", "tokens", "prefill", *headings, left=("prefill",))
     row: Any
     for row in result.summary.itertuples():
         first = row.variant == DENSE
@@ -161,17 +145,12 @@ def attention_table(measures: AttentionMeasures) -> Table:
     return table
 
 
-def info_table(sections: dict[str, dict[str, Any]]) -> Table:
+def info_table(sections: dict[str, dict[str, Any]]) -> str:
     """Return names and values, section by section."""
-    table = new_table("", show_header=False)
-    table.columns[0].style = "bold"
-    table.add_column(overflow="fold")
+    lines = []
     for section, rows in sections.items():
-        table.add_section()
-        table.add_row(section, "")
-        for name, value in rows.items():
-            table.add_row(f"  {name}", _text(value))
-    return table
+        lines += [section, *(f"  {name}: {_text(value)}" for name, value in rows.items())]
+    return "\n".join(lines)
 
 
 def _numbers(form: str, *values: float | None) -> str:

@@ -14,10 +14,10 @@ from h2o_prefill.generation.text import encode
 
 @options.command
 def visualize(
-    model: options.CpuModelOptions,
+    model: options.ModelOptions,
     text: options.TextOptions,
-    settings: options.SettingsOptions,
     *,
+    preset: options.PresetOption = None,
     context: int = typer.Option(4096, min=1, help="Prompt length in tokens."),
     window: int = typer.Option(
         0, min=0, help="Index of the window of the text that is the prompt."
@@ -34,15 +34,15 @@ def visualize(
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
 
     report.check()
-    config = settings.find()
+    config = options.find_settings(preset)
     files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
     outputs.check_output_folder(output, files)
     corpus = text.load()
     network, tokenizer = model.load()
     tokens = encode(tokenizer, corpus.text)
     _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
-    title = f"{model}, {corpus.name} window {window} of {context} tokens, "
-    title += options.describe(config)
+    name = config.to_string()
+    title = f"{model}, {corpus.name} window {window} of {context} tokens, {name}"
     with console.show_progress("prefill") as show:
         measures = visualize_attention_patterns(
             network,
@@ -54,8 +54,7 @@ def visualize(
             on_progress=show,
         )
     values = measures.to_dict()
-    name = config.to_string()
-    given = {"window": window, "context": context, "preset": name}
-    origin = model.origin(corpus, **given) | values.pop("config")
+    origin = model.origin(corpus, window=window, context=context, preset=name)
+    origin |= values.pop("config")
     report.write(lambda: build_report(origin, **values))
     report.show(title, tables.attention_table(measures), *(output / file for file in files))

@@ -10,8 +10,6 @@ Arguments that several evaluations share:
   text. Default: what `enable` takes.
 - `context` is the number of tokens of a window, at least two chunks, and `windows` a slice
   "begin:end" of the windows of a text, which do not overlap.
-- `cluster` is a `ModelCluster` whose workers have the same model and measure the pieces. Default:
-  this process measures.
 - `on_progress` is called with (steps done, steps in all, what runs next); a cluster counts pieces.
 
 An evaluation raises ValueError for an argument out of its range and for a model that already runs
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from h2o_prefill.eval.ablation import run_ablation
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.cluster import ModelCluster
 from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
 from h2o_prefill.eval.perplexity import PerplexityResult, check_settings, evaluate_perplexity
 from h2o_prefill.eval.retrieval import evaluate_retrieval

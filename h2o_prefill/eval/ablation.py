@@ -17,16 +17,16 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import AUTO, PrefillConfig, format_value
 from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
-from h2o_prefill.eval.perplexity import PairedRuns, check_settings
-from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
-from h2o_prefill.eval.windows import parse_windows, select_windows
-from h2o_prefill.generation.cluster import (
+from h2o_prefill.eval.cluster import (
     LoadedModel,
     ModelCluster,
     digest,
     model_digest,
     run_pieces,
 )
+from h2o_prefill.eval.perplexity import PairedRuns, check_settings
+from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
+from h2o_prefill.eval.windows import parse_windows, select_windows
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     FAILURES,
@@ -42,12 +42,6 @@ from h2o_prefill.generation.text import Corpus, encode, load_text
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-# Fields that have no effect without recall, at their defaults.
-_WITHOUT_RECALL: dict[str, Any] = {
-    name: getattr(PrefillConfig, name) for name in FIELDS if name.startswith("recall_")
-}
 
 
 def build_grid(
@@ -66,12 +60,11 @@ def build_grid(
     for context in values["contexts"]:
         if not isinstance(context, int) or context < 1:
             raise ValueError(f"contexts must be >= 1 and ints, got {context!r}")
-    for name, given in axes.items():
+    for name, choices in axes.items():
         if name not in FIELDS:
             raise ValueError(f"axes must be fields of PrefillConfig, {FIELDS}, got {name!r}")
-        values[name] = _distinct(name, given)
-    bases = _distinct("base", bases)
-    found: dict[tuple[int, PrefillConfig], None] = {}
+        values[name] = _distinct(name, choices)
+    grid: dict[tuple[int, PrefillConfig], None] = {}
     refused: dict[str, list[str]] = {}
     with warnings.catch_warnings():
         # A budget that is not smaller than a chunk is one more value of the grid here.
@@ -79,7 +72,9 @@ def build_grid(
         for name in axes:
             for value in values[name]:
                 PrefillConfig(**{name: value})
-        for one, context, *settings in itertools.product(bases, *values.values()):
+        for one, context, *settings in itertools.product(
+            _distinct("base", bases), *values.values()
+        ):
             changes = dict(zip(axes, settings, strict=True))
             try:
                 config = one.with_fields(**changes)
@@ -89,14 +84,15 @@ def build_grid(
                 text = " ".join(f"{name}={format_value(value)}" for name, value in described)
                 refused.setdefault(str(error), []).append(text)
             else:
-                idle = {} if config.recall else _WITHOUT_RECALL
-                found[context, config.replace(**idle)] = None
-    if not found:
+                if not config.recall:  # then these have no effect
+                    config = config.replace(recall_characters=PrefillConfig.recall_characters)
+                grid[context, config] = None
+    if not grid:
         raise ValueError(f"the grid must hold a combination that can be run: {next(iter(refused))}")
     for reason, left_out in refused.items():
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         warn(f"left out {left_out[0]}{more}: {reason}")
-    return list(found)
+    return list(grid)
 
 
 def parse_values(name: str, text: str) -> list[Any]:
@@ -201,10 +197,10 @@ def run_ablation(
     if cluster is None:
         needed = [number for number, _ in pieces.values()]
         total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
-    held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
+    loaded = LoadedModel(network, tokenizer, count_steps(on_progress, total))
     shared = name, texts
     failed: dict[str, Exception] = {}
-    for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
+    for key, result in run_pieces(loaded, cluster, _measure_cell, shared, pieces):
         number, config = pieces[key]
         try:
             measured = result()
@@ -244,24 +240,24 @@ _Cell = tuple[int, PrefillConfig]
 
 
 def _measure_cell(
-    held: LoadedModel,
+    loaded: LoadedModel,
     shared: tuple[str | None, list[_Text]],
     piece: _Cell,
 ) -> dict[str, Any]:
-    """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
+    """Return the row of a cell without its key; the next cell of a text has its dense runs."""
     name, texts = shared
     number, config = piece
-    text, network = texts[number], held.network
+    text, network = texts[number], loaded.network
     cell = text.cell_name(config)
 
     def begin() -> tuple[PairedRuns, dict[str, Any]]:
-        given = held.tokenizer, text.indices, text.batches
-        return PairedRuns(network, *given, keep_dense=True), _origin(network, name)
+        windows = loaded.tokenizer, text.indices, text.batches
+        return PairedRuns(network, *windows, keep_dense=True), _origin(network, name)
 
     with torch.no_grad(), eval_mode(network):
-        runs, origin = held.keep(f"{text.key} {name}", begin)
+        runs, origin = loaded.once(f"{text.key} {name}", begin)
         result = runs.evaluate(
-            config, lambda index, what: held.step(what if what == "dense" else cell)
+            config, lambda index, what: loaded.step(what if what == "dense" else cell)
         )
     return {**table.measures(result), **origin, **text.columns}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIELDS = [field.name for field in dataclasses.fields(PrefillConfig)]
-
-# Sizes have letters in titles and labels.
-LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
 CSV_NAME = "perplexity_ablation.csv"
 
@@ -124,10 +120,8 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        # A row without an end of line was cut while it was written, and is measured again.
-        whole = io.BytesIO(path.read_bytes().rpartition(b"\n")[0])
         # As text first: some versions of pandas lose digits when they read numbers.
-        frame: Any = pd.read_csv(whole, dtype="string", keep_default_na=False, na_values=[""])
+        frame: Any = pd.read_csv(path, dtype="string", keep_default_na=False, na_values=[""])
         if "cell" not in frame:
             raise ValueError("it has no column 'cell'")
         frame = to_frame(frame)

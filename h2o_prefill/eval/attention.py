@@ -40,7 +40,6 @@ class AttentionMeasures:
 
     l1_error: Tensor  # fp32 [layers, Hq]: relative L1 error; NaN if the dense output is all zeros
     mass_recall: Tensor  # fp32 [layers, Hq]: dense softmax mass on visible keys, mean of the rows
-    mass_recall_lowest: Tensor  # fp32 [layers, Hq]: of the row with the least
     l1_error_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
     mass_recall_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
     # int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, to which the next chunk
@@ -74,8 +73,7 @@ class AttentionMeasures:
         # The first chunk attends to no set, the second to the first one.
         before = [None, None, *stability]
         error, recall = self.l1_error_by_chunk, self.mass_recall_by_chunk
-        names = ["l1_error", "mass_recall", "mass_recall_lowest"]
-        names += ["l1_error_by_chunk", "mass_recall_by_chunk"]
+        names = ["l1_error", "mass_recall", "l1_error_by_chunk", "mass_recall_by_chunk"]
         heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
         return {
             "config": asdict(self.config),
@@ -179,14 +177,13 @@ def measure_attention(
     ends = [*range(config.chunk_size, length, config.chunk_size), length]
     rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
     columns = zip(*found.values(), strict=True)
-    fills = (math.nan, math.nan, math.nan, math.nan, -1)
-    difference, size, mass, lowest, memory = (
+    fills = (math.nan, math.nan, math.nan, -1)
+    difference, size, mass, memory = (
         stack_layers(column, fill, dim=1) for column, fill in zip(columns, fills, strict=True)
     )
     return AttentionMeasures(
         l1_error=(difference.sum(0) / size.sum(0)).float(),
         mass_recall=(mass.sum(0) / length).float(),
-        mass_recall_lowest=lowest.amin(0).float(),
         l1_error_by_chunk=(difference / size).float(),
         mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
         memory=memory,
@@ -204,7 +201,6 @@ class LayerMeasures(NamedTuple):
     difference: Tensor  # fp64 [chunks, Hq]: sum |sparse - dense| of the outputs
     size: Tensor  # fp64 [chunks, Hq]: sum |dense|
     mass: Tensor  # fp64 [chunks, Hq]: dense softmax mass on visible keys, summed over rows
-    lowest_mass: Tensor  # fp64 [chunks, Hq]: of the row with the least
     memory: Tensor  # int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent
 
 
@@ -241,7 +237,7 @@ def measure_layer(
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
-        chunks.append((*sums, mass.sum(1), mass.amin(1), next_memory(state, config)[0]))
+        chunks.append((*sums, mass.sum(1), next_memory(state, config)[0]))
     columns = (stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True))
     return LayerMeasures(*columns)
 

@@ -17,7 +17,6 @@ from h2o_prefill.eval.scores import (
     WindowScores,
     binned_perplexity,
     perplexity,
-    perplexity_error,
     relative_difference,
     score_window,
 )
@@ -44,11 +43,9 @@ class RunResult:
     """Perplexity of the dense or the sparse run."""
 
     ppl: float  # over all scored tokens
-    ppl_stderr: float  # with tokens taken as independent
     ppl_by_chunk: list[float | None]  # a number a chunk of a window; None where none is scored
     ppl_by_window: list[float]
     seconds: float  # of the forward calls of all windows, without the output layer's logits
-    seconds_by_window: list[float]
 
 
 @dataclass(frozen=True)
@@ -234,11 +231,9 @@ def _run_result(
     chunks = -(-context // config.chunk_size)
     return RunResult(
         ppl=perplexity(nll),
-        ppl_stderr=perplexity_error(nll),
         ppl_by_chunk=binned_perplexity(nll, row // config.chunk_size, chunks),
         ppl_by_window=[perplexity(window) for window in nll],
         seconds=sum(seconds),
-        seconds_by_window=seconds,
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import adaptive_max_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import FIELDS, LETTERS, presets, short_value, varied_settings
+from h2o_prefill.eval.ablation_table import FIELDS, presets, short_value, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.report import output_folder
@@ -197,7 +197,7 @@ def _describe(row: pd.Series[Any]) -> str:
         known = row[FIELDS].dropna().map(short_value)
         changed = [n for n in known.index if known[n] != short_value(getattr(config, n))]
         shown = [n for n in changed if row["recall"] or not n.startswith("recall_")]
-        changes = (f"{LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
+        changes = (f"{n}={short_value(row[n])}" for n in shown)
         texts.append(" ".join([preset, *changes]))
     return min(texts, key=len)
 

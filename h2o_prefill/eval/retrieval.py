@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +22,6 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.generation.cluster import (
-    LoadedModel,
-    ModelCluster,
-    digest,
-    model_digest,
-    run_pieces,
-)
-from h2o_prefill.generation.json_lines import whole_lines
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     DENSE,
@@ -84,34 +73,6 @@ class RetrievalResult:
     text_source: str  # what the needles were hidden in
 
 
-class KeptOutcomes:
-    """A file of JSON lines that keeps outcomes as they come, for a later run to continue.
-
-    Lines of other prompts, models or settings are left alone. Raises ValueError if the file holds
-    anything else.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path).expanduser()
-        self.found: dict[str, PromptOutcome] = {}  # by key
-        held = self._path.read_bytes() if self._path.exists() else b""
-        try:
-            lines = whole_lines(held, b'{"key": ')
-            for line in lines.splitlines():
-                fields = json.loads(line)
-                key, answers = fields.pop("key"), tuple(fields.pop("answers"))
-                self.found[key] = PromptOutcome(answers=answers, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} must hold outcomes of this command alone") from error
-        with self._path.open("ab") as file:
-            file.truncate(len(lines))
-
-    def add(self, key: str, outcome: PromptOutcome) -> None:
-        """Write an outcome."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, **asdict(outcome)}) + "\n")
-
-
 def evaluate_retrieval(
     model: nn.Module | str,
     haystack: Corpus | str = "wikitext2",
@@ -124,8 +85,6 @@ def evaluate_retrieval(
     prompts_per_cell: int = 1,
     question: str = "last",
     seed: int = 0,
-    kept: KeptOutcomes | None = None,
-    cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> RetrievalResult:
     """Ask for needles hidden in a text after dense and after each variant of sparse prefill.
@@ -156,9 +115,7 @@ def evaluate_retrieval(
         Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
-    kept : KeptOutcomes, optional
-        A file of finished prompts, which are not asked again; others are added as they finish.
-    model, cluster, on_progress
+    model, on_progress
         As in `h2o_prefill.eval`.
     """
     check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
@@ -175,25 +132,31 @@ def evaluate_retrieval(
     # The baseline is lossless, and faster than the model's own attention.
     runs = {DENSE: PRESETS["exact"]}
     runs |= {name: sparse_at_any_length(config) for name, config in variants.items()}
-    setup = _Setup(Haystack(corpus.text), question, seed, runs)
+    cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
+    words = Haystack(corpus.text)
+
+    def build(cell: tuple[str, int, float, int]) -> tuple[int, RetrievalPrompt]:
+        of_cell = prompt_seed(seed, *cell)
+        options: dict[str, Any] = {"question": question, "seed": of_cell}
+        return of_cell, build_prompt(cell[0], tokenizer, words, *cell[1:3], **options)
+
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
-        setup.build(tokenizer, (task, length, depths[0], 0))
-
-    cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
-    settings = {name: config.to_string() for name, config in runs.items()}
-    common = model_digest(network), digest(corpus.text), question, seed, settings
-    keys = {cell: digest(*common, cell) for cell in cells}
-    done = {} if kept is None else kept.found
-    found = {cell: done[key] for cell, key in keys.items() if key in done}
-    pieces = {cell: cell for cell in cells if cell not in found}
-    step = count_steps(on_progress, len(pieces) * (len(runs) if cluster is None else 1))
-    held = LoadedModel(network, tokenizer, step)
-    for cell, ask in run_pieces(held, cluster, _ask, setup, pieces):
-        found[cell] = ask()
-        if kept is not None:
-            kept.add(keys[cell], found[cell])
-    outcomes = [found[cell] for cell in cells]
+        build((task, length, depths[0], 0))
+    step = count_steps(on_progress, len(cells) * len(runs))
+    outcomes = []
+    for cell in cells:
+        task, length, depth, _ = cell
+        of_cell, prompt = build(cell)
+        outputs: dict[str, str] = {}
+        log_probs: dict[str, float] = {}
+        for name, config in runs.items():
+            step(f"{task} {length} {depth:g} % {name}")
+            outputs[name], log_probs[name] = _ask(network, tokenizer, config, prompt)
+        scores = {name: substring_score(text, prompt.answers) for name, text in outputs.items()}
+        tokens = prompt.input_ids.shape[1]
+        found = prompt.answers, outputs, scores, log_probs
+        outcomes.append(PromptOutcome(task, length, depth, of_cell, tokens, *found))
     step("done")
     return RetrievalResult(
         outcomes=outcomes,
@@ -206,48 +169,24 @@ def evaluate_retrieval(
     )
 
 
-# Task, length, depth, and the number of the prompt among their prompts.
-_Cell = tuple[str, int, float, int]
+def _ask(
+    network: Any, tokenizer: Any, config: PrefillConfig, prompt: RetrievalPrompt
+) -> tuple[str, float]:
+    """Return what a model answers, and the mean log-probability per token of the expected answer.
 
-
-@dataclass(frozen=True)
-class _Setup:
-    """What all prompts of an evaluation share."""
-
-    haystack: Haystack
-    question: str
-    seed: int
-    runs: dict[str, PrefillConfig]  # by name, the baseline first
-
-    def build(self, tokenizer: Any, cell: _Cell) -> tuple[int, RetrievalPrompt]:
-        """Return the seed of a prompt, and the prompt."""
-        task, length, depth, _ = cell
-        seed, question = prompt_seed(self.seed, *cell), self.question
-        return seed, build_prompt(
-            task, tokenizer, self.haystack, length, depth, question=question, seed=seed
-        )
-
-
-def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
-    """Answer a prompt after dense prefill and after the prefill of each variant."""
-    task, length, depth, _ = cell
-    network, tokenizer = held.network, held.tokenizer
-    seed, (ids, new_tokens, answers, expected) = setup.build(tokenizer, cell)
-    said: dict[str, str] = {}
-    log_probs: dict[str, float] = {}
-    with torch.no_grad(), eval_mode(network):
-        for name, config in setup.runs.items():
-            held.step(f"{task} {length} {depth:g} % {name}")
-            with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
-                options = {"output_logits": True, "return_dict_in_generate": True}
-                output = generate_greedily(network, ids, new_tokens, **options)
-                log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)
-            made = output.sequences[0, ids.shape[1] :]
-            said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
-    scores = {name: substring_score(answer, answers) for name, answer in said.items()}
-    return PromptOutcome(
-        *(task, length, depth, seed, ids.shape[1]), *(answers, said, scores, log_probs)
-    )
+    The tokens of the expected answer attend densely, as decoded ones do, after the same prefill.
+    """
+    ids, tokens = prompt.input_ids, prompt.input_ids.shape[1]
+    with (
+        torch.no_grad(),
+        eval_mode(network),
+        prefill_mode(network, config, tokenizer=tokenizer, strict=True),
+    ):
+        options = {"output_logits": True, "return_dict_in_generate": True}
+        output = generate_greedily(network, ids, prompt.new_tokens, **options)
+        log_prob = _answer_log_prob(network, output, tokens, prompt.expected)
+    text = tokenizer.decode(output.sequences[0, tokens:], skip_special_tokens=True)
+    return str(text), log_prob
 
 
 def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tensor) -> float:
@@ -258,8 +197,8 @@ def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tens
     """
     from h2o_prefill.hf.cache import CACHE_NAMES, cache_argument
 
-    found = (getattr(output, name, None) for name in CACHE_NAMES)
-    cache: Any = next(one for one in found if one is not None)
+    caches = (getattr(output, name, None) for name in CACHE_NAMES)
+    cache: Any = next(cache for cache in caches if cache is not None)
     cache.crop(prompt_tokens - cache.get_seq_length())
     expected = expected.to(output.sequences.device)
     rows = model(input_ids=expected, use_cache=True, **cache_argument(model, cache)).logits[0]

@@ -71,17 +71,6 @@ def perplexity(nll: Tensor) -> float:
     return math.exp(nll.double().mean().item())
 
 
-def perplexity_error(nll: Tensor) -> float:
-    """Return the standard error of a perplexity, with tokens taken as independent.
-
-    ppl * sqrt((E[nll^2] - E[nll]^2) / (count - 1)), as llama.cpp's tools/perplexity prints it.
-    """
-    values = nll.double().flatten()
-    if len(values) < 2:
-        return math.nan
-    return perplexity(nll) * math.sqrt(values.var(correction=0).item() / (len(values) - 1))
-
-
 def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
     """Return the percentage of the sparse perplexity above the dense one, and its standard error.
 

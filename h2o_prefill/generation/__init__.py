@@ -7,11 +7,9 @@
 | prompts.py, text.py | token ids of prompts and texts |
 | runs.py | what every run shares: progress, settings, checks, greedy generation |
 | generate.py | a prompt whose text is streamed; sampling |
-| cluster.py, json_lines.py | work for several machines; files to which it adds lines |
 """
 
 from __future__ import annotations
 
-from h2o_prefill.generation.cluster import ModelCluster
 from h2o_prefill.generation.models import DEFAULT_MODEL, DTYPES, load_model
 from h2o_prefill.generation.text import DATASETS, Corpus, load_text

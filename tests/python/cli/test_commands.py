@@ -9,7 +9,7 @@ import torch
 
 import h2o_prefill
 from h2o_prefill.cli.compare import _default_context
-from h2o_prefill.cli.options import SettingsOptions
+from h2o_prefill.cli.options import find_settings
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.generation import load_model
@@ -58,14 +58,19 @@ def test_compare(report, small_commands, tiny, tmp_path):
 
     (tmp_path / "prompt.txt").write_text(tiny.SENTENCE * 3)
     command = ("compare", *small_commands["generate"][1:3], "--max-new-tokens", 3)
-    given = ("--prompt-file", tmp_path / "prompt.txt", "--preset", PRESET, "--heavy-budget", 2)
+    given = (
+        "--prompt-file",
+        tmp_path / "prompt.txt",
+        "--preset",
+        "h2o,chunk_size=16,local_window=4,heavy_budget=2",
+    )
     found, _ = report(*command, *given, "--dtype", "bfloat16")
     assert found["tokens"] == len(tiny.SENTENCE * 3) and found["config"]["heavy_budget"] == 2
     assert len(found["runs"][2]["all_seconds"]) == 3
 
 
 def test_without_a_preset_settings_are_the_default():
-    assert SettingsOptions().find() == PRESETS["recommended"]
+    assert find_settings(None) == PRESETS["recommended"]
 
 
 def test_ppl(report, small_commands, tmp_path):
@@ -83,9 +88,9 @@ def test_ppl(report, small_commands, tmp_path):
 
 def test_options_of_ppl_reach_the_run(report, small_commands):
     found, table = report(
-        *(*small_commands["ppl"], "--heavy-budget", 0, "--windows", "1:"),
+        *(*small_commands["ppl"], "--windows", "1:"),
         *("--dtype", "bfloat16"),
-        *("--preset", f"{PRESET},sink_tokens=2,recall=2"),
+        *("--preset", "h2o,chunk_size=16,local_window=4,heavy_budget=0,sink_tokens=2,recall=2"),
     )
     config = found["config"]
     assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
@@ -98,9 +103,9 @@ def test_options_of_ppl_reach_the_run(report, small_commands):
 
 def test_bench(report, small_commands, tmp_path):
     folder = tmp_path / "new" / "results"
-    options = ("--runs", 2, "--dtype", "bfloat16", "--chunk-size", 12, "--output", folder)
-    found, table = report(*small_commands["bench"], *options)
     preset = PRESET.replace("16", "12")
+    options = ("--runs", 2, "--dtype", "bfloat16", "--preset", preset, "--output", folder)
+    found, table = report(*small_commands["bench"], *options)
     expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": preset}
     assert found["config"].items() >= expected.items() and found["environment"]["threads"] == 1
     names = ("speedup", "speedup_min", "speedup_max", "attention_flops_ratio")
@@ -117,9 +122,8 @@ def test_bench(report, small_commands, tmp_path):
 def test_retrieve(report, small_commands, tmp_path):
     found, table = report(
         *(*small_commands["retrieve"], "--preset", RECALL, "--prompts", 2, "--seed", 5),
-        *("--plot", tmp_path / "p.png", "--question", "first", "--keep", tmp_path / "kept.jsonl"),
+        *("--plot", tmp_path / "p.png", "--question", "first"),
     )
-    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     rows = [(row["variant"], row["prompts"], row["kept"]) for row in found["summary"]]
     assert rows == [(name, 4, None) for name in ("dense", SMALL, RECALL)]
     assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]
@@ -133,13 +137,14 @@ def test_retrieve(report, small_commands, tmp_path):
 
 
 def test_visualize(report, small_commands, tmp_path):
-    options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1, "--format", "svg")
+    preset = f"{PRESET},sink_tokens=1"
+    options = ("--output", tmp_path / "out", "--window", 1, "--preset", preset, "--format", "svg")
     found, printed = report(*small_commands["visualize"], *options)
     *lines, memory, errors, _ = printed.split("\n")
     figures = [memory, errors]
     assert figures == [str(tmp_path / "out" / f"{name}.svg") for name in ("memory", "errors")]
     assert all(Path(path).read_bytes().startswith(b"<?xml") for path in figures)
-    assert "window 1 of 64 tokens, h2o S=16 L=4 H=4 K=1" in " ".join(printed.split())
+    assert f"window 1 of 64 tokens, {preset}\n" in printed
 
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert all(str(chunk) in rows for chunk in range(4))  # a row a chunk
@@ -213,7 +218,10 @@ def test_generate_continues_a_session(run, refused, small_commands, tiny, model_
     assert file.read_bytes() == (tmp_path / "same").read_bytes()
     whole = file.read_bytes()
     command = (*small_commands["generate"], "--session", file, "Judge!")
-    refused(run(*command, "--chunk-size", 32), "must have the settings .*chunk_size=32")
+    refused(
+        run(*command, "--preset", PRESET.replace("16", "32")),
+        "must have the settings .*chunk_size=32",
+    )
     refused(run(*command[:-2], tmp_path, "Judge!"), "--session must be a file in a folder")
     assert file.read_bytes() == whole
 
@@ -284,8 +292,8 @@ def test_ablate_writes_a_table_a_csv_file_and_a_figure(ablate, csv):
     assert "warning: left out context=64 chunk_size=40" in done.stderr.replace("\n", " ")
     frame = pd.read_csv(csv)
     assert len(frame) == 4
-    title = "h2o S=16,40 L=4 H=0,4 K=0,2 gqa_reduce=max"
-    assert title in " ".join(done.stdout.split())
+    title = "h2o, chunk_size of 16,40, local_window of 4, heavy_budget of 0,4, sink_tokens of 0,2"
+    assert f"\n{title}, gqa_reduce of max\n" in done.stdout
     assert all(preset.startswith("h2o,chunk_size=16,") for preset in frame["preset"])
     for name, value in given.items():
         assert set(frame[name]) == {value}

@@ -17,14 +17,13 @@ FOLDER = ("bench", "ablate", "visualize")
 PLOT = ("ppl", "retrieve")
 
 
-# The folder of processes takes no files, from nobody.
 @pytest.mark.parametrize(
     ("command", "option", "path"),
     [
-        *(("ppl", "--json", path) for path in (".", "/proc/r.json", "text.txt/r.json")),
+        *(("ppl", "--json", path) for path in (".", "text.txt/r.json")),
         *((command, "--json", "missing/r.json") for command in JSON),
         *((command, "--plot", "missing/r.png") for command in PLOT),
-        *(("ablate", "--output", path) for path in ("text.txt/folder", "/proc/folder")),
+        ("ablate", "--output", "text.txt/folder"),
         *((command, "--output", "text.txt") for command in FOLDER),
         # A folder in the place of a result: its parent is the output.
         *(("ablate", "--output", f"perplexity_ablation.{x}/..") for x in ("csv", "png")),

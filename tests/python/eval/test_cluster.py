@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import evaluate_retrieval, run_ablation
+from h2o_prefill.eval import cluster as clusters
+from h2o_prefill.eval import run_ablation
 from h2o_prefill.generation import Corpus, load_model
-from h2o_prefill.generation import cluster as clusters
 
 pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")
@@ -86,16 +86,6 @@ def _divide(held, shared, piece):
     return shared // piece
 
 
-def test_pieces_on_workers_give_the_same(workers, model_folder, corpus):
-    """Retrieval."""
-    model, tokenizer = load_model(model_folder)
-    given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
-    options = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
-    options["depths"] = [0, 50, 100]
-    found = [evaluate_retrieval(*given, cluster=x, **options).outcomes for x in (None, workers)]
-    assert found[0] == found[1] and len(found[0]) == 3
-
-
 def test_a_worker_with_another_model_or_version_is_refused(
     client, workers, model_folder, monkeypatch
 ):
@@ -126,7 +116,7 @@ def test_what_a_worker_keeps_is_made_once_for_a_key():
     made = []
     held = clusters.LoadedModel(None, None)
     for key in ("a", "a", "b", "a"):
-        assert held.keep(key, lambda key=key: made.append(key) or key) == key
+        assert held.once(key, lambda key=key: made.append(key) or key) == key
     assert made == ["a", "b", "a"]
 
 

@@ -54,8 +54,7 @@ def test_both_runs_equal_the_model_called_directly(tiny_model):
     ratio = result.sparse.ppl / result.dense.ppl
     assert result.delta_percent == pytest.approx(100 * (ratio - 1), rel=1e-6)
     assert result.scored_tokens == dense.numel()
-    assert result.windows == [1, 2] and len(result.dense.seconds_by_window) == 2
-    assert result.dense.seconds == pytest.approx(sum(result.dense.seconds_by_window))
+    assert result.windows == [1, 2] and result.dense.seconds > 0
 
     report = json.loads(format_json(perplexity_report(result, model="tiny", dtype="float32")))
     expected = {"model": "tiny", "windows": [1, 2], "chunk_size": 16}

@@ -14,7 +14,6 @@ from h2o_prefill.eval import evaluate_retrieval
 from h2o_prefill.eval.plots import plot_retrieval
 from h2o_prefill.eval.report import format_json
 from h2o_prefill.eval.retrieval import (
-    KeptOutcomes,
     PromptOutcome,
     retrieval_report,
     substring_score,
@@ -168,31 +167,6 @@ def test_answers_are_what_the_model_generates_after_each_prefill(model, tiny_tok
     assert outcome.log_probs["dense"] != pytest.approx(outcome.log_probs["small"], abs=1e-3)
     # A random model solves nothing.
     assert (result.summary["dense_solved"] == 0).all() and result.summary["kept"].isna().all()
-
-
-def test_kept_prompts_are_not_asked_again(reader, tiny_tokenizer, tmp_path):
-    path = tmp_path / "kept.jsonl"
-    first = _run(reader, tiny_tokenizer, kept=KeptOutcomes(path))
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 2
-    path.write_bytes(lines[0] + lines[1][:40])  # killed while it wrote
-    steps = []
-    again = _run(
-        reader,
-        tiny_tokenizer,
-        kept=KeptOutcomes(path),
-        on_progress=lambda *step: steps.append(step),
-    )
-    assert again.outcomes == first.outcomes and path.read_bytes() == b"".join(lines)
-    assert {step[1] for step in steps} == {3}
-    # Prompts of other settings are others.
-    _run(reader, tiny_tokenizer, kept=KeptOutcomes(path), question="first")
-    assert len(path.read_bytes().splitlines()) == 4
-    for other in ('{"id": 1}\n', "a line without an end", "[" * 100_000 + "\n"):
-        path.write_text(other)
-        with pytest.raises(ValueError, match="must hold outcomes of this command alone"):
-            KeptOutcomes(path)
-        assert path.read_text() == other
 
 
 def test_scores_and_intervals():

@@ -47,15 +47,15 @@ class LoadedModel:
     network: Any
     tokenizer: Any
     step: Callable[[str], None] = lambda what: None  # to call before each step of the work
-    _kept: tuple[str, Any] = field(default=("", None), repr=False)
+    _last: tuple[str, Any] = field(default=("", None), repr=False)
 
-    def keep(self, key: str, make: Callable[[], R]) -> R:
+    def once(self, key: str, make: Callable[[], R]) -> R:
         """Return what the last piece made under this key; another key drops it."""
-        if self._kept[0] != key:
-            self._kept = "", None  # frees its memory first
-            self._kept = key, make()
-        kept: R = self._kept[1]
-        return kept
+        if self._last[0] != key:
+            self._last = "", None  # frees its memory first
+            self._last = key, make()
+        made: R = self._last[1]
+        return made
 
 
 @dataclass(frozen=True)
@@ -80,45 +80,22 @@ class ModelCluster:
     dtype: str = "float32"
     threads: int | None = None
 
-    def _run(
-        self, held: LoadedModel, function: Callable[..., R], shared: Any, pieces: Mapping[K, Any]
-    ) -> Iterator[tuple[K, Callable[[], R]]]:
-        """Yield the pieces as they finish, as `run_pieces` does."""
-        from distributed import as_completed
-
-        what = self.model, self.dtype, h2o_prefill.__version__, model_digest(held.network)
-        submit = partial(self.client.submit, pure=False)
-        # A task like the others, not scattered data: Dask makes it again if its worker dies.
-        common = submit(_same, shared)
-        futures = {
-            submit(_work, what, self.threads, function, common, piece): key
-            for key, piece in pieces.items()
-        }
-        # What is left when the caller stops is released with these futures.
-        finished = as_completed(futures)
-        while futures:
-            held.step(f"{len(futures)} left on the cluster")
-            future = next(finished)
-            yield futures.pop(future), partial(_result, future)
-
 
 @contextlib.contextmanager
 def connect(
-    scheduler: str | None, scheduler_file: Path | None, workers: int | None, threads: int | None
+    scheduler: str | None, workers: int | None, threads: int | None
 ) -> Iterator[tuple[Client, int | None]]:
     """Connect to a scheduler, by its address or its file, or start workers on this machine.
 
     Yields the client, and the threads of a worker, by default a share of this process's where
-    workers start here. Raises ValueError for a wrong address, FileNotFoundError, ImportError
-    without Dask, and OSError if no scheduler answers.
+    workers start here. Raises ValueError for a wrong address, ImportError without Dask, and OSError
+    if no scheduler answers.
     """
     try:
         import distributed
     except ModuleNotFoundError as error:
-        raise ImportError(
-            "--scheduler, --scheduler-file and --workers need Dask: "
-            "pip install 'h2o_prefill[cluster]'"
-        ) from error
+        why = "--scheduler and --workers need Dask: pip install 'h2o_prefill[cluster]'"
+        raise ImportError(why) from error
     # What becomes of workers is on the dashboard, and in the results where it matters.
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -126,18 +103,14 @@ def connect(
         if workers is not None:
             threads = threads or max(1, torch.get_num_threads() // workers)
             client = distributed.Client(stack.enter_context(_start_workers(workers)))
-        elif scheduler_file is not None:
-            file = scheduler_file.expanduser()
-            if not file.is_file():
-                # Dask would wait for it without an end.
-                raise FileNotFoundError(f"--scheduler-file: no such file: {str(file)!r}")
-            client = distributed.Client(scheduler_file=str(file))
+        elif Path(scheduler or "").expanduser().is_file():
+            client = distributed.Client(scheduler_file=str(Path(scheduler or "").expanduser()))
         else:
             try:
                 client = distributed.Client(scheduler)
             except ValueError as error:
                 raise ValueError(
-                    "--scheduler must be an address like tcp://10.0.0.1:8786, got "
+                    "--scheduler must be a file or an address like tcp://10.0.0.1:8786, got "
                     f"{scheduler!r}: {error}"
                 ) from error
         yield stack.enter_context(client), threads
@@ -168,7 +141,7 @@ def _start_workers(count: int) -> Any:
 
 
 def run_pieces(
-    held: LoadedModel,
+    loaded: LoadedModel,
     cluster: ModelCluster | None,
     function: Callable[..., R],
     shared: Any,
@@ -178,16 +151,31 @@ def run_pieces(
 
     A result is a function, which returns it or raises the error of its piece alone: RuntimeError
     for a piece on which several workers died. Without a cluster the piece runs in that call, in
-    order; on a cluster they come as they finish, and `held.step` is called once for each.
+    order; on a cluster they come as they finish, and `loaded.step` is called once for each.
 
     Raises ValueError in a result if a worker has another version of this package or another model,
     and ConnectionError if the scheduler was lost.
     """
-    if cluster is not None:
-        yield from cluster._run(held, function, shared, pieces)
+    if cluster is None:
+        for key, piece in pieces.items():
+            yield key, partial(function, loaded, shared, piece)
         return
-    for key, piece in pieces.items():
-        yield key, partial(function, held, shared, piece)
+    from distributed import as_completed
+
+    model = cluster.model, cluster.dtype, h2o_prefill.__version__, model_digest(loaded.network)
+    submit = partial(cluster.client.submit, pure=False)
+    # A task like the others, not scattered data: Dask makes it again if its worker dies.
+    common = submit(_same, shared)
+    futures = {
+        submit(_work, model, cluster.threads, function, common, piece): key
+        for key, piece in pieces.items()
+    }
+    # What is left when the caller stops is released with these futures.
+    finished = as_completed(futures)
+    while futures:
+        loaded.step(f"{len(futures)} left on the cluster")
+        future = next(finished)
+        yield futures.pop(future), partial(_result, future)
 
 
 def model_digest(network: nn.Module) -> str:
@@ -212,7 +200,7 @@ def _same(value: R) -> R:
 
 
 def _work(
-    what: tuple[str, ...], threads: int | None, function: Callable[..., R], shared: Any, piece: Any
+    model: tuple[str, ...], threads: int | None, function: Callable[..., R], shared: Any, piece: Any
 ) -> tuple[R, list[str]]:
     """Run a piece on a worker; return its result and the texts of its warnings."""
     with _ONE_PIECE, warnings.catch_warnings(record=True) as caught:
@@ -220,7 +208,7 @@ def _work(
         if threads is not None:
             # OpenMP counts by thread, and Dask may take another one for every piece.
             torch.set_num_threads(threads)
-        result = function(_load(*what), shared, piece)
+        result = function(_load(*model), shared, piece)
     return result, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
 
 
@@ -247,13 +235,12 @@ def _result(future: Any) -> Any:
     from distributed import KilledWorker
 
     try:
-        result, said = future.result()
+        result, texts = future.result()
     except KilledWorker as error:
-        raise RuntimeError(
-            "several workers died on it, for lack of memory or since they were killed"
-        ) from error
+        why = "several workers died on it, for lack of memory or since they were killed"
+        raise RuntimeError(why) from error
     except CancelledError as error:
         raise ConnectionError("the scheduler of the cluster was lost") from error
-    for text in said:
+    for text in texts:
         warn(text)
     return result
