@@ -8,13 +8,16 @@ scores, column sums and `lse` (the natural logarithm of a softmax's denominator)
 (float64 for float64 inputs). Attention outputs are [B, Hq, T, Dv], and `out.transpose(1, 2)` is
 contiguous. A wrong argument raises ValueError.
 
-Arguments that several operators share:
+Arguments and results that several operators share:
 
-- `k` and `v` of a whole history are [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv] and end with the
-  call's tokens, whose queries `q` [B, Hq, T, D] are.
+- `q` [B, Hq, T, D] are the queries of a call. `k` and `v` are its keys and values, [B, Hkv, T, D]
+  and [B, Hkv, T, Dv], or those of the whole history, [B, Hkv, T_total, ...], whose end they are.
 - `scale` is the softmax scale, D ** -0.5 by default. `softcap` > 0 caps logits after scaling:
   softcap * tanh(z / softcap). `sinks` [Hq] add one logit to each query head's softmax, neither
   scaled nor capped, without a value; they are also in both softmaxes that scores are summed from.
+- `out` is [B, Hq, T, Dv] and `lse` [B, Hq, T]; 0 and -inf in a row that sees no key. `colsum` is
+  the attention that each key j received: the sum of exp(z_ij - lse_i) over queries i and the query
+  heads of the group.
 - `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
   -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
   `last_chunk_begin` is where the last chunk of that call began, 0 at first.
@@ -23,7 +26,8 @@ Arguments that several operators share:
   chunks where they were measured, the number of these chunks, and the sum of the factors of L and H
   in them.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
-  for the call, on the CPU or the device of q; all or none.
+  for the call, on the CPU or the device of q; all or none. Block i of `PrefillConfig.recall_block`
+  rows recalls the entries [offsets[i], offsets[i + 1]).
 - `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
   TorchScript, a `PrefillConfig`.
 
@@ -68,22 +72,9 @@ def _operator(function: _Function) -> _Function:
 def intra_chunk_attention(
     q: Tensor, k: Tensor, v: Tensor, chunk_size: int, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend causally inside every chunk (phase 1).
+    """Attend causally inside every chunk of `chunk_size` tokens (phase 1).
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        [B, Hq, T, D], [B, Hkv, T, D], [B, Hkv, T, Dv].
-    chunk_size : int
-        S; the last chunk may be shorter.
-
-    Returns
-    -------
-    out, lse : Tensor
-        [B, Hq, T, Dv] and [B, Hq, T].
-    colsum : Tensor
-        [B, Hkv, T]: the attention that key j received, the sum of exp(z_ij - lse_i) over the
-        chunk's queries i and the group's query heads.
+    Takes keys and values of the call; returns out, lse and colsum [B, Hkv, T].
     """
 
 
@@ -93,19 +84,8 @@ def memory_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with all queries to the listed keys of the history, without a mask (phase 2).
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        Queries of the call, keys and values of the whole history.
-    indices : Tensor
-        int32 [B, Hkv, M], positions in the history; absent entries are -1 and come last.
-
-    Returns
-    -------
-    out, lse : Tensor
-        [B, Hq, T, Dv] and [B, Hq, T]; 0 and -inf where there is no key.
-    colsum : Tensor
-        [B, Hkv, M], 0 at absent entries.
+    `indices`, int32 [B, Hkv, M], are positions, then -1. Returns out, lse and colsum [B, Hkv, M],
+    which is 0 at absent entries.
     """
 
 
@@ -118,13 +98,12 @@ def dense_attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attend causally to the whole history: exact, without scores.
+    """Attend causally to the whole history: exact, without scores. Returns out.
 
     Without sinks and softcap this calls PyTorch's attention where that is faster: on the CPU for
     few rows of float32 (fewer than 16 that share a KV head, or 64 if every query head has its own)
     and for 2 to 15 rows of bfloat16, on CUDA for one row and for as many rows as keys, and for
-    float64. Takes the call's queries, and keys and values of the whole history; returns
-    [B, Hq, T, Dv].
+    float64.
     """
 
 
@@ -140,21 +119,11 @@ def sliding_window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend causally to the last `window` keys of each query, its own included: exact.
 
-    The query at position p sees the keys of positions (p - window, p]. Time is linear in the
-    tokens: on the CPU no key outside of a window is multiplied, but for the edges of blocks.
-
-    Parameters
-    ----------
-    q, k, v : Tensor
-        Queries of the call, and keys and values of the history, or of its end alone, as a cache
-        that keeps the window holds it; the last key belongs to the last query.
-    window : int
-        At least 1; one that is longer than the history is full attention.
-
-    Returns
-    -------
-    out, lse : Tensor
-        [B, Hq, T, Dv] and [B, Hq, T]; lse includes the sinks.
+    The query at position p sees the keys of positions (p - window, p]. Keys and values are those of
+    the history, or of its end alone, as a cache that keeps the window holds it; the last key
+    belongs to the last query. A window, at least 1, that is longer than the history is full
+    attention. Time is linear in the tokens: on the CPU no key outside of a window is multiplied,
+    but for the edges of blocks. Returns out, and lse with the sinks.
     """
 
 
@@ -162,10 +131,9 @@ def sliding_window_attention(
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention results over disjoint key sets, as if one softmax had run over both.
+    """Merge out and lse over disjoint key sets, as if one softmax had run over both.
 
-    Takes and returns outputs [B, H, T, Dv] and lse [B, H, T]. A row with lse -inf contributes
-    nothing; the result is 0 and -inf where both sides are empty.
+    A row with lse -inf contributes nothing; the result is 0 and -inf where both sides are empty.
     """
 
 
@@ -182,22 +150,9 @@ def select_memory(
     """Build the memory set that the chunk after `chunk_end` attends to.
 
     It holds the first K positions, the last L before chunk_end, and the H other candidates with the
-    highest scores; of equal scores the lower position wins. Candidates are the last chunk and
-    `memory`.
-
-    Parameters
-    ----------
-    scores, memory : Tensor
-        Scores so far, and the set that the last chunk attended to.
-    chunk_begin, chunk_end : int
-        The last chunk's positions [chunk_begin, chunk_end).
-    local_window, heavy_budget, sink_tokens : int
-        L, H and K.
-
-    Returns
-    -------
-    Tensor
-        int32 [B, Hkv, K + L + H], ascending, then -1.
+    highest scores; of equal scores the lower position wins. Candidates are the last chunk,
+    [chunk_begin, chunk_end), and `memory`, the set that it attended to. Returns int32
+    [B, Hkv, K + L + H], ascending, then -1.
     """
 
 
@@ -212,10 +167,9 @@ def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
 
 @_operator
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """Copy the listed rows of every head.
+    """Copy rows of every head: from x [B, H, T, D], by int32 [B, H, M], to [B, H, M, D].
 
-    Gathers from x [B, H, T, D] by `indices`, int32 [B, H, M], where -1 gives a row of zeros.
-    Returns [B, H, M, D].
+    An index of -1 gives a row of zeros.
     """
 
 
@@ -238,17 +192,9 @@ def chunked_sparse_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the whole sparse prefill of one layer, for calls of any length.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        Queries of the call, keys and values of the whole history.
-    scores, memory, last_chunk_begin, errors
-        State of the prompt before the call.
-    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        Keys that blocks of `PrefillConfig.recall_block` rows also see.
-    settings : PrefillConfig or str
-        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `dense_tail`, `gqa_reduce`,
-        and the fields for errors. Fields that choose sparse calls and layers have no effect.
+    Takes keys and values of the history, and the state of the prompt before the call. Of the
+    settings of the layer (`PrefillConfig.of_layer`), fields that choose sparse calls and layers
+    have no effect.
 
     Returns
     -------
@@ -285,21 +231,9 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend with one layer's queries of a call, sparsely or densely as the settings say.
 
-    Parameters
-    ----------
-    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from
-    last_chunk_begin, errors
-        As `chunked_sparse_attention` takes them.
-    layer : int
-        Index of the layer.
-    settings : PrefillConfig or str
-        Settings of the whole model.
-
-    Returns
-    -------
-    out, scores, memory, errors : Tensor
-        As `chunked_sparse_attention` returns them. A dense call returns the state unchanged, with
-        score 0 for its own positions, and does not change `last_chunk_begin`.
+    `settings` are those of the whole model, `layer` is the index of the layer. Takes and returns
+    the rest as `chunked_sparse_attention` does. A dense call returns the state unchanged, with
+    score 0 for its own positions, and does not change `last_chunk_begin`.
     """
 
 
@@ -332,12 +266,12 @@ def prefill_attention_(
     For deployments: buffers are allocated once, and one graph prefills and decodes, under
     TorchScript, torch.compile, torch.export and AOTInductor. All layers of a model are called with
     the same `position`, which `advance_position_` then moves past the call. A captured CUDA graph
-    replays the position that it was captured with.
+    replays the position that it was captured with. Returns out.
 
     Parameters
     ----------
-    q, k, v : Tensor
-        [B, Hq, T, D], [B, Hkv, T, D] and [B, Hkv, T, Dv] of the call's tokens alone.
+    k, v : Tensor
+        Of the call's tokens alone.
     cache_key, cache_value : Tensor
         [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv]: k and v are written into them.
     scores : Tensor
@@ -349,12 +283,10 @@ def prefill_attention_(
         began; both 0 at first.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
         What `recall_at_position` returned for the call. A dense call ignores them.
-    layer : int
-        Index of the layer.
-    settings : PrefillConfig or str
-        Settings of the whole model.
+    layer, settings
+        Index of the layer, and settings of the whole model.
     errors : Tensor, optional
-        float32 [B, Hkv, 4], contiguous, 0 at first; needed where the settings have `error_rows`.
+        Contiguous; needed where the settings have `error_rows`.
     window : int, optional
         Of a layer with a sliding window, at least 1: calls whose history is longer are exact, as
         `sliding_window_attention` computes them.
@@ -362,11 +294,6 @@ def prefill_attention_(
         int32 and float32 [C, B, Hkv, `PrefillConfig.memory_size` of the layer] and float32
         [C, B, Hkv, 4], with C = T // S, contiguous, written by a sparse call: what the next chunk
         needs after each S tokens of the call (`state.Checkpoint`).
-
-    Returns
-    -------
-    Tensor
-        [B, Hq, T, Dv].
     """
 
 
@@ -381,7 +308,8 @@ def lexical_recall(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Look up earlier matches of the n-gram that ends at each new token, and of its characters.
 
-    Strictly causal: what a row recalls depends on no token after it.
+    Strictly causal: what a row recalls depends on no token after it. The longest n-gram with a
+    match before the chunk is used, the latest matches first.
 
     Parameters
     ----------
@@ -389,9 +317,6 @@ def lexical_recall(
         int64 [B, T_total] on the CPU: all tokens of the prompt so far.
     begin : int
         First new token.
-    settings : PrefillConfig or str
-        `chunk_size` and the fields of recall. The longest n-gram with a match before the chunk is
-        used, the latest matches first.
     token_text : Tensor, optional
         int32 [vocabulary, any] on the CPU: the characters of each token, then 0, as
         `h2o_prefill.vocabulary.token_text` makes it. With `recall_characters`, the last characters
@@ -401,7 +326,7 @@ def lexical_recall(
     Returns
     -------
     offsets : Tensor
-        int32 [B * n_blocks + 1]: block i's entries are [offsets[i], offsets[i + 1]).
+        int32 [B * n_blocks + 1].
     positions, visible_from : Tensor
         int32 [nnz]: a position, and the first token that sees it; visible_from rises within a
         block.
@@ -416,26 +341,10 @@ def recall_at_position(
     settings: PrefillConfig | str,
     token_text: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call `lexical_recall` for one call of `prefill_attention_`, with the same settings.
+    """Call `lexical_recall` for a call of `prefill_attention_` of `num_tokens` tokens.
 
-    For graphs that prefill and decode: if the call is dense, the lists are empty.
-
-    Parameters
-    ----------
-    token_ids : Tensor
-        int64 [B, capacity] on the CPU: the prompt up to the end of the call. Later entries are
-        ignored.
-    position, settings
-        As `prefill_attention_` takes them.
-    num_tokens : int
-        Number of tokens of the call.
-    token_text : Tensor, optional
-        As `lexical_recall` takes it.
-
-    Returns
-    -------
-    offsets, positions, visible_from : Tensor
-        As `lexical_recall` returns them.
+    For graphs that prefill and decode: if the call is dense, the lists are empty. `token_ids`,
+    int64 [B, capacity] on the CPU, have the prompt up to the end of the call, and then anything.
     """
 
 
@@ -459,7 +368,8 @@ def chunkwise_linear_attention(
     S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i and out_i = scale phi(q_i) S_i, chunk by chunk. With the
     normalizer, z_i = exp(g_i) z_{i-1} + phi(k_i) and out_i = phi(q_i) S_i / (phi(q_i) . z_i), which
     is 0 where the divisor is 0. Differentiable once in all tensors; the backward pass recomputes
-    states, so its memory is linear in T.
+    states, so its memory is linear in T. Returns out, and the state and the normalizer after the
+    last token, of the forward direction; a normalizer [B, Hkv, 0] without `normalize`.
 
     Parameters
     ----------
@@ -486,42 +396,5 @@ def chunkwise_linear_attention(
     normalize : bool
         Whether to divide by phi(q) . z.
     scale : float, optional
-        Default 1. Cancels out if the output is normalized.
-
-    Returns
-    -------
-    out : Tensor
-        [B, Hq, T, Dv].
-    state : Tensor
-        [B, Hkv, D, Dv] after the last token, of the forward direction.
-    normalizer : Tensor
-        [B, Hkv, D], or [B, Hkv, 0] without normalize.
-    """
-
-
-@_operator
-def chunkwise_linear_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    initial_normalizer: Tensor | None,
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-    grad_normalizer: Tensor | None,
-    feature_map: str,
-    chunk_size: int,
-    causal: bool,
-    diagonal_once: bool,
-    normalize: bool,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the backward pass of `chunkwise_linear_attention` from the gradients of its results.
-
-    Returns
-    -------
-    tuple of Tensor
-        Gradients of q, k, v, log_decay, initial_state and initial_normalizer; empty where the
-        argument is None. A gradient of None counts as 0.
+        Default 1; without effect with normalize.
     """

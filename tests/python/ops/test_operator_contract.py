@@ -133,7 +133,7 @@ def test_opcheck_with_gradients(name):
     torch.library.opcheck(getattr(OPS, name), arguments)
 
 
-@pytest.mark.parametrize("name", samples())
+@pytest.mark.parametrize("name", [x for x in samples() if not x.endswith("_backward")])
 def test_documented_function_is_the_operator(name):
     """It has the names and defaults of the schema, and takes settings as an object."""
     function, schema = getattr(ops, name), getattr(OPS, name).default._schema
