@@ -23,36 +23,22 @@ set(H2O_HOST_SOURCES
     core/prefill_context.cpp
     core/safetensors.cpp
     core/session_file.cpp
-    kernels/composite/accumulate_scores.cpp
-    kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
+    kernels/composite/attention.cpp
     kernels/composite/chunked_sparse_attention.cpp
     kernels/composite/chunkwise_linear_attention.cpp
-    kernels/composite/dense_attention.cpp
     kernels/composite/error_rows.cpp
-    kernels/composite/gather_rows.cpp
-    kernels/composite/intra_chunk_attention.cpp
     kernels/composite/linear_scan.cpp
-    kernels/composite/memory_attention.cpp
-    kernels/composite/merge_states.cpp
-    kernels/composite/recall_at_position.cpp
-    kernels/composite/select_memory.cpp
-    ops/accumulate_scores.cpp
-    ops/advance_position.cpp
+    kernels/composite/memory.cpp
+    kernels/composite/position.cpp
+    ops/attention.cpp
     ops/chunked_sparse_attention.cpp
     ops/chunkwise_linear_attention.cpp
     ops/chunkwise_linear_attention_autograd.cpp
-    ops/dense_attention.cpp
-    ops/gather_rows.cpp
     ops/inference_only.cpp
-    ops/intra_chunk_attention.cpp
-    ops/lexical_recall.cpp
-    ops/memory_attention.cpp
-    ops/merge_states.cpp
+    ops/memory.cpp
     ops/prefill_attention.cpp
-    ops/recall_at_position.cpp
-    ops/select_memory.cpp
-    ops/sliding_window_attention.cpp
+    ops/recall.cpp
     runtime/package.cpp
     runtime/sampler.cpp
     runtime/package_session.cpp)

@@ -7,7 +7,6 @@
 
 #include "common/config_fields.h"
 #include "common/device_costs.h"
-#include "h2o_prefill/library.h"
 
 namespace h2o_prefill {
 namespace {
@@ -59,11 +58,12 @@ class SparseProducts {
 };
 
 std::string device_name(const at::Device& device) {
-  if (device.is_cpu()) return cpu_isa();
-  const auto arch = c10::Dispatcher::singleton().findSchema({"h2o_prefill::cuda_arch", ""});
-  if (!device.is_cuda() || !arch) return device.str();
+  if (!device.is_cpu() && !device.is_cuda()) return device.str();
+  const char* const name = device.is_cpu() ? "h2o_prefill::cpu_isa" : "h2o_prefill::cuda_arch";
+  const auto kernels = c10::Dispatcher::singleton().findSchema({name, ""});
+  if (!kernels) return device.str();
   torch::jit::Stack stack;
-  arch->callBoxed(stack);
+  kernels->callBoxed(stack);
   return stack.back().toStringRef();
 }
 
