@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options, outputs, tables
 from h2o_prefill.eval.report import crossovers, environment, operators
 from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
+from h2o_prefill.generation.gguf import cache_dir
 from h2o_prefill.presets import PRESETS
 
 

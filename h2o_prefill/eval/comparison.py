@@ -31,9 +31,6 @@ from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import PRESETS, chosen_config
 from h2o_prefill.vocabulary import check_tokenizer
 
-# What a tokenizer returns for a text.
-_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
-
 # Letters of an answer in a table.
 _SHOWN = 28
 
@@ -125,7 +122,7 @@ def compare(
 
     with paused(model) as handle, torch.no_grad(), eval_mode(model):
         check_tokenizer(tokenizer)
-        input_ids = _read_prompt(inputs, tokenizer).to(next(model.parameters()).device)
+        input_ids = _read_prompt(model, inputs, tokenizer).to(next(model.parameters()).device)
         tokens = input_ids.shape[1]
         modes = _modes(model, handle, config, tokenizer, tokens)
         check_length(model, tokens + max_new_tokens, "prompt and new tokens")
@@ -205,22 +202,12 @@ def _on(handle: Any) -> Iterator[None]:
         handle.disable()
 
 
-def _read_prompt(inputs: Any, tokenizer: Any) -> Tensor:
+def _read_prompt(model: Any, inputs: Any, tokenizer: Any) -> Tensor:
     """Return the token ids of a prompt, int64 [1, T]."""
+    from h2o_prefill.hf.prefill import read_prompt
+
     if isinstance(inputs, str):
         if tokenizer is None:
             raise ValueError("inputs is text, so a tokenizer must be given")
-        return encode(tokenizer, inputs).unsqueeze(0)
-    if isinstance(inputs, Mapping):
-        mask = inputs.get("attention_mask")
-        if mask is not None and not bool(torch.as_tensor(mask).all()):
-            raise ValueError("inputs must be a prompt without padding")
-        if others := sorted(set(inputs) - _OF_TEXT):
-            raise ValueError(f"inputs must be the tokens of a text alone, got {others} too")
-        if "input_ids" not in inputs:
-            raise ValueError(f"inputs must hold input_ids, got {sorted(inputs)}")
-        inputs = inputs["input_ids"]
-    try:
-        return prompt_ids(torch.as_tensor(inputs))
-    except (TypeError, RuntimeError):
-        raise ValueError(f"inputs must be token ids or a text, got {inputs!r:.40}") from None
+        inputs = encode(tokenizer, inputs)
+    return prompt_ids(read_prompt(inputs, None, None, 0, model)[1])

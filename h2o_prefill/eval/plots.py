@@ -20,7 +20,7 @@ from torch.nn.functional import adaptive_max_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation_table import FIELDS, presets, short_value, varied_settings
+from h2o_prefill.eval.ablation_table import FIELDS, presets, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.report import output_folder
@@ -28,7 +28,6 @@ from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
-from h2o_prefill.presets import PRESETS
 
 File = str | os.PathLike[str]
 Style = dict[str, Any]
@@ -130,12 +129,13 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
 
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
-    cells = frame.assign(flops=100 / frame["attention_flops_ratio"], preset=presets(frame))
+    cells = frame.assign(flops=100 / frame["attention_flops_ratio"], name=presets(frame))
     points = cells.groupby(FIELDS, sort=False, dropna=False, as_index=False).agg(
         flops=("flops", "mean"),
         loss=("delta_percent", "mean"),
         error=("stderr_percent", lambda errors: math.hypot(*errors) / len(errors)),
         texts=("flops", "size"),
+        name=("name", "first"),
         preset=("preset", "first"),
     )
     axes.axhline(0, color=DENSE["color"], label="dense")
@@ -145,7 +145,7 @@ def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
     axes.errorbar(points["flops"], points["loss"], points["error"], fmt="o", label=label, **style)
     best = front(points)
     axes.plot(best["flops"], best["loss"], color="0.5", lw=0.8, zorder=0)
-    names = points["preset"].fillna(best.apply(_describe, axis=1))
+    names = points["name"].fillna(best["preset"])
     missing = points["texts"].map(lambda n: "" if n == texts else f" ({n} of {texts} texts)")
     named = points.assign(name=names + missing).dropna(subset="name")
     for number, (flops, loss) in enumerate(zip(named["flops"], named["loss"], strict=True), 1):
@@ -188,18 +188,6 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other point beats in both `flops` and `loss`, by rising flops."""
     ordered = points.sort_values(["flops", "loss"])
     return ordered[ordered["loss"] < ordered["loss"].cummin().shift(fill_value=math.inf)]
-
-
-def _describe(row: pd.Series[Any]) -> str:
-    """Return the closest preset with its changes; without recall its fields have no effect."""
-    texts = []
-    for preset, config in PRESETS.items():
-        known = row[FIELDS].dropna().map(short_value)
-        changed = [n for n in known.index if known[n] != short_value(getattr(config, n))]
-        shown = [n for n in changed if row["recall"] or not n.startswith("recall_")]
-        changes = (f"{n}={short_value(row[n])}" for n in shown)
-        texts.append(" ".join([preset, *changes]))
-    return min(texts, key=len)
 
 
 def plot_throughput(frame: pd.DataFrame, path: File, title: str = "") -> Figure:

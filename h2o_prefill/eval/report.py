@@ -73,29 +73,24 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    words = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"
     try:
-        head, changes = (
-            subprocess.run(
-                ["git", "-C", root, *words], capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        )
+        return subprocess.check_output(["git", "-C", root, *words], text=True).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + ("+" if changes else "")
 
 
 def crossovers() -> dict[str, str]:
     """Return from which length on a preset is faster than dense attention, by dtype."""
     device = "cuda" if gpu_name() else "cpu"
-    found = {}
+    texts = {}
     for dtype in (torch.float32, torch.bfloat16):
         like = torch.empty(0, device=device, dtype=dtype)
         for name in SPARSE_PRESETS:
             shortest = PRESETS[name].shortest_sparse_prompt(like)
             text = crossover_text(like, shortest)
-            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = text
-    return found
+            texts[f"{name}, {str(dtype).removeprefix('torch.')}"] = text
+    return texts
 
 
 def operators() -> dict[str, list[str]]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill._cache import cache_dir
 from h2o_prefill._errors import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1
+
+
+def cache_dir() -> Path:
+    """Return H2O_PREFILL_CACHE, else the folder h2o_prefill in XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("H2O_PREFILL_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "h2o_prefill"
 
 
 def convert_gguf(path: Path) -> Path:
@@ -44,13 +50,7 @@ def _digest(path: Path) -> str:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(
-                f"reading {path.name} needs the package {package}: pip install 'h2o_prefill[eval]'"
-            )
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     plain_weights: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def _convert(path: Path, folder: Path) -> None:
                 **source, dtype=torch.float32, **plain_weights
             )
             tokenizer = AutoTokenizer.from_pretrained(**source)
-    except MemoryError:
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # a cut file ends the reader anywhere
         raise ValueError(
@@ -80,8 +80,5 @@ def _convert(path: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict())
     plain.tie_weights()
-    try:
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(f"cannot keep the converted {path.name} in {cache_dir()}: {error}") from error
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

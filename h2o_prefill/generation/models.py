@@ -46,7 +46,7 @@ def load_model(
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # what transformers and its readers raise has no common class
-        why, folder = first_line(error), folder or _downloaded(name_or_path)
+        why = first_line(error)
         if folder is not None:
             raise ValueError(
                 f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
@@ -78,18 +78,11 @@ def resolve_model(
 
 def check_device(device: str | torch.device) -> None:
     """Raise ValueError unless a device is the CPU or a GPU that PyTorch finds."""
-    try:
-        parsed = torch.device(device)
-        kind, index = parsed.type, parsed.index or 0
-    except RuntimeError:
-        kind, index = "", 0
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, or one GPU as cuda:1, got {str(device)!r}")
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must be cpu, got {str(device)!r}: PyTorch finds "
-            f"{torch.cuda.device_count() or 'no'} GPU"
-        )
+    name, count = str(device), torch.cuda.device_count()
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device must be cpu or cuda, or one GPU as cuda:1, got {name!r}")
+    if name != "cpu" and (torch.device(name).index or 0) >= count:
+        raise ValueError(f"device must be cpu, got {name!r}: PyTorch finds {count or 'no'} GPU")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -117,15 +110,6 @@ def _local_folder(name: str) -> Path | None:
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"model: no such file or folder: {name!r}")
     return None
-
-
-def _downloaded(model_id: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model_id, local_files_only=True))
-    except (OSError, ValueError):
-        return None
 
 
 def packaged_gguf() -> Path:

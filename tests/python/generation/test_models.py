@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_prefill._cache import cache_dir
 from h2o_prefill.generation import load_model, models
+from h2o_prefill.generation.gguf import cache_dir
 
 
 @pytest.fixture
