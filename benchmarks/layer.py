@@ -130,7 +130,7 @@ def crossover(plan: Plan) -> None:
     Dense attention is of this library and of PyTorch. Random tensors have larger errors than text,
     so memory sets may only double. "product" is the cost of a query-key product of the preset h2o
     in products of dense attention: its median over lengths of two chunks and more is the device's
-    row in csrc/common/device_costs.h.
+    row in csrc/common/crossover.cpp.
     """
     title = "attention as min_prefill=auto chooses it, beside the fastest dense attention"
     with Report(plan, title, lengths=plan.lengths) as report:
@@ -146,7 +146,7 @@ def crossover(plan: Plan) -> None:
                 last = (length, taken) if length >= 512 else last
         where = torch.device("cuda" if plan.on_gpu else "cpu")
         device, *_ = torch.ops.h2o_prefill.device_cost(where, torch.float32)
-        report.note(f"rows of csrc/common/device_costs.h for {device}: the medians of product")
+        report.note(f"rows of csrc/common/crossover.cpp for {device}: the medians of product")
 
 
 def _crossover_row(

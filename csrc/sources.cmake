@@ -27,14 +27,11 @@ set(H2O_HOST_SOURCES
     kernels/composite/attention.cpp
     kernels/composite/chunked_sparse_attention.cpp
     kernels/composite/chunkwise_linear_attention.cpp
-    kernels/composite/error_rows.cpp
-    kernels/composite/linear_scan.cpp
     kernels/composite/memory.cpp
     kernels/composite/position.cpp
     ops/attention.cpp
     ops/chunked_sparse_attention.cpp
     ops/chunkwise_linear_attention.cpp
-    ops/chunkwise_linear_attention_autograd.cpp
     ops/inference_only.cpp
     ops/memory.cpp
     ops/prefill_attention.cpp
@@ -44,21 +41,16 @@ set(H2O_HOST_SOURCES
     runtime/package_session.cpp)
 
 set(H2O_CPU_SOURCES
-    kernels/cpu/accumulate_scores_kernel.cpp
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
     kernels/cpu/chunkwise_linear_attention_kernel.cpp
     kernels/cpu/dense_attention_kernel.cpp
-    kernels/cpu/gather_rows_kernel.cpp
-    kernels/cpu/intra_chunk_attention_kernel.cpp
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
-    kernels/cpu/memory_attention_kernel.cpp
     kernels/cpu/error_rows.cpp
-    kernels/cpu/memory_set_updater.cpp
-    kernels/cpu/merge_states_kernel.cpp
-    kernels/cpu/select_memory_kernel.cpp
+    kernels/cpu/memory_kernel.cpp
+    kernels/cpu/phases_kernel.cpp
     kernels/cpu/workspace.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
@@ -77,9 +69,8 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
     kernels/cuda/error_rows.cu
-    kernels/cuda/intra_chunk_attention_kernel.cpp
     kernels/cuda/lexical_recall_kernel.cpp
-    kernels/cuda/memory_attention_kernel.cpp
+    kernels/cuda/phases_kernel.cpp
     kernels/cuda/select_memory_kernel.cpp)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

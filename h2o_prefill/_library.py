@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -63,14 +62,6 @@ def load_library() -> None:
         )
     if not LIBRARY.exists():
         raise ImportError(f"the native library of h2o_prefill is missing at {LIBRARY}: {_REBUILD}")
-    # The namespace of the operators takes one library: a second one would abort the process.
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    for path in {line.split(maxsplit=5)[-1] for line in lines if LIBRARY.name in line}:
-        if not (os.path.exists(path) and os.path.samefile(path, LIBRARY)):
-            raise ImportError(
-                f"this process has the library {path} of another h2o_prefill, so {LIBRARY} cannot "
-                "be loaded too: keep one of the two installs"
-            )
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import typer
 
 from h2o_prefill import __version__
@@ -25,11 +23,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# Below this width rich's boxes leave no room for the names of options.
-_NARROW = 56
-
 app = typer.Typer(
-    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _NARROW else None,
     name="h2o-prefill",
     cls=OneLineErrors,
     no_args_is_help=False,

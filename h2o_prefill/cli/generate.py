@@ -13,7 +13,7 @@ from rich.console import Console
 
 from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation.prompts import check_prompt, encode_turn, without_middle
+from h2o_prefill.generation.prompts import encode_turn
 from h2o_prefill.generation.text import read_text
 
 if TYPE_CHECKING:
@@ -77,12 +77,6 @@ def generate(
         help="With --package: draft up to N tokens by how the text continued before, and verify "
         "them in one call.",
     ),
-    max_prompt_tokens: int | None = typer.Option(
-        None,
-        metavar="N",
-        min=2,
-        help="Cut a longer prompt to N tokens by leaving out its middle.",
-    ),
     max_new_tokens: int = typer.Option(128, min=1, help="Maximum number of tokens to generate."),
     chat: bool = typer.Option(
         True,
@@ -106,7 +100,8 @@ def generate(
         raise ValueError("give a prompt or --prompt-file, one of the two")
     config = options.find_settings(preset)
     text = prompt or "" if prompt_file is None else read_text(prompt_file, "--prompt-file")
-    check_prompt(text)
+    if not text.strip():
+        raise ValueError("prompt must not be empty")
     if session is not None:
         outputs.check_output_file(session, "--session")
 
@@ -128,11 +123,6 @@ def generate(
         cache = None if session is None else open_session(session, network)
         before = None if cache is None else cache.token_ids
         ids = encode_turn(tokenizer, text, before, chat=chat)
-        if max_prompt_tokens is not None and ids.shape[1] > max_prompt_tokens:
-            console.stderr.print(
-                f"the prompt's {ids.shape[1]} tokens are cut to {max_prompt_tokens}"
-            )
-            ids = without_middle(ids, max_prompt_tokens)
         drawn = sampling.find(), draft_tokens or 0
         with waiting:
             timing = generate_timed(network, tokenizer, ids, max_new_tokens, show, cache, *drawn)

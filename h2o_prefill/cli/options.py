@@ -240,6 +240,8 @@ class ClusterOptions:
             raise ValueError("give one of --scheduler and --workers")
         if model.device != "cpu":
             raise ValueError(f"--device must be cpu with workers, got {model.device!r}")
-        with connect(self.scheduler, self.workers, model.threads) as (client, threads):
+        where = self.scheduler, self.workers, model.threads
+        with connect(model.model, model.dtype, *where) as cluster:
+            client = cluster.client
             stderr.print(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
-            yield ModelCluster(client, model.model, model.dtype, threads)
+            yield cluster

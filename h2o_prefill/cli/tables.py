@@ -51,9 +51,8 @@ def perplexity_table(result: PerplexityResult) -> Table:
         table.add_row("  worst window", "", "", format_change(result.worst_percent))
     pairs = zip(dense.ppl_by_chunk, sparse.ppl_by_chunk, strict=True)
     for chunk, (before, after) in enumerate(pairs):
-        if before is not None and after is not None:
-            change = format_change(100 * (after / before - 1))
-            table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
+        change = format_change(100 * (after / before - 1))
+        table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
     faster = f"{dense.seconds / sparse.seconds:.2f}x as fast"

@@ -129,10 +129,8 @@ def run_ablation(
 
     Every combination on one text at one context is a cell. The row of a finished cell is added to
     perplexity_ablation.csv in `output` at once (`ablation_table` describes its columns), and cells
-    that have a row are skipped: a run that was stopped resumes when it is called again, and a
-    larger grid computes only its new cells. Each window is run densely once; the hidden states of
-    one text at one context (or the logits, if the output layer is more than a product) are kept in
-    memory.
+    that have a row are skipped: a run that was stopped resumes when it is called again. Each window
+    is run densely once; the hidden states of one text at one context stay in memory.
 
     Parameters
     ----------

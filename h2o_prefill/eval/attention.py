@@ -67,14 +67,12 @@ class AttentionMeasures:
 
         `summary` and `by_chunk` hold the mean over all query heads of all layers and the worst
         head, and the mean over all KV heads of the Jaccard index of the sets that a chunk and the
-        chunk before attend to; `by_layer` holds every head.
+        chunk before attend to.
         """
         stability = self.jaccard
         # The first chunk attends to no set, the second to the first one.
         before = [None, None, *stability]
         error, recall = self.l1_error_by_chunk, self.mass_recall_by_chunk
-        names = ["l1_error", "mass_recall", "l1_error_by_chunk", "mass_recall_by_chunk"]
-        heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
         return {
             "config": asdict(self.config),
             "tokens": self.chunk_ends[-1],
@@ -82,14 +80,6 @@ class AttentionMeasures:
             "by_chunk": [
                 {"chunk": n, "end": end, **self._summary(error[n], recall[n], before[n])}
                 for n, end in enumerate(self.chunk_ends)
-            ],
-            "by_layer": [
-                {
-                    "layer": layer,
-                    **{name: getattr(self, name)[..., row, :count].tolist() for name in names},
-                    "jaccard": stability[:, row, :kv_count].tolist(),
-                }
-                for row, (layer, count, kv_count) in enumerate(heads)
             ],
         }
 
@@ -119,24 +109,17 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
 
-    The model runs once and densely, so that each layer gets the inputs of a dense run: an error is
-    the layer's own, without the errors of earlier layers. On the q, k and v of a layer, in fp32
-    (fp64 for fp64), with x the output of the sparse prefill and y the output of dense attention,
-    both [Hq, T, Dv]:
+    The model runs once and densely, so that an error is the layer's own, without those of earlier
+    layers. In fp32 (fp64 for fp64), over the rows i of the prompt or of one chunk, for head h:
 
-    - relative L1 error of head h over rows R: sum |x_hid - y_hid| / sum |y_hid|, over the rows i in
-      R and all d;
-    - recall of dense softmax mass of head h over rows R: the mean over i in R of sum p_hij over the
-      keys j that row i sees sparsely, with p_hij = exp(z_hij) / sum_{j' <= i} exp(z_hij') and
-      z_hij = scale q_hi . k_hj, capped if the layer has a softcap; attention sinks, if it has any,
-      are in x and y but not in p. A row sees its chunk up to itself, the memory set that its chunk
-      attends to (as the operator chooses it on these q and k), the keys that it recalls, and all
-      keys before it if it is in the dense tail.
+    - relative L1 error: sum |x_hid - y_hid| / sum |y_hid|, with x the output of the sparse prefill
+      and y that of dense attention;
+    - recall of dense softmax mass: the mean of the dense softmax weights, sinks left out, of the
+      keys that row i sees sparsely: its chunk up to itself, the memory set and the recalled keys of
+      the chunk, and all keys before it in the dense tail.
 
-    R is the prompt or one chunk. Rows of the first chunk have error 0 and recall 1, since they see
-    everything: both measures of a prompt depend on its number of chunks.
-
-    The q, k and v of one layer are held at a time.
+    Rows of the first chunk have error 0 and recall 1, since they see everything: both measures of a
+    prompt depend on its number of chunks. The q, k and v of one layer are held at a time.
 
     Parameters
     ----------

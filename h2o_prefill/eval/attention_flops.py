@@ -55,10 +55,10 @@ def count_attention_flops(
             continue
         total += recalled
         settings = config.of_layer(layer)
-        for found in errors or [{}] * count:
+        for by_layer in errors or [{}] * count:
             widening = None
-            if layer in found and found[layer][0, 0, CHUNKS] > 0:
-                measured = found[layer][0].double()
+            if layer in by_layer and by_layer[layer][0, 0, CHUNKS] > 0:
+                measured = by_layer[layer][0].double()
                 widening = measured[:, FACTOR_SUM] / measured[:, CHUNKS]
                 factors.append(widening)
             total += sparse_dot_products(length, settings, kv_heads=kv_heads, widening=widening)
@@ -83,29 +83,24 @@ def sparse_dot_products(
 ) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
-    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 `memory_dot_products`, as a mean of
-    the heads. `widening` [Hkv] are the factors of L and H by errors, as a mean of the chunks; rows
-    that measure errors see all keys before them. Recalled keys are added, and all keys of the rows
-    of a dense tail, whose sparse attention is computed too, because it updates the scores.
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s |M|, as a mean of the heads.
+    `widening` [Hkv] are the factors of L and H by errors, as a mean of the chunks; rows that
+    measure errors see all keys before them. Recalled keys are added, and all keys of the rows of a
+    dense tail, whose sparse attention is computed too, because it updates the scores.
     """
     factors = torch.ones(kv_heads, dtype=torch.float64) if widening is None else widening
     budget = config.local_window + config.heavy_budget
     sizes = [config.sink_tokens + round(budget * factor) for factor in factors.tolist()]
-    memory = [memory_dot_products(num_tokens, config.chunk_size, size) for size in sizes]
-    total = recalled_dot_products(num_tokens, config, recalled) + round(sum(memory) / kv_heads)
+    total, memory = recalled_dot_products(num_tokens, config, recalled), 0
     for begin in range(0, num_tokens, config.chunk_size):
         rows = min(config.chunk_size, num_tokens - begin)
         total += dense_dot_products(rows)
+        memory += rows * sum(min(size, begin) for size in sizes)
         if begin > 0:
             total += min(config.error_rows, rows) * (begin + rows // 2)
+    total += round(memory / kv_heads)
     tail = min(config.dense_tail, num_tokens)
     return total + dense_dot_products(num_tokens) - dense_dot_products(num_tokens - tail)
-
-
-def memory_dot_products(num_tokens: int, chunk_size: int, memory_size: int) -> int:
-    """Count the flops of one head with its memory sets: s |M| for a chunk of s tokens, M filled."""
-    chunks = range(0, num_tokens, chunk_size)
-    return sum(min(chunk_size, num_tokens - x) * min(memory_size, x) for x in chunks)
 
 
 def recalled_dot_products(num_tokens: int, config: PrefillConfig, recalled: RecallLists) -> int:

@@ -83,13 +83,12 @@ class ModelCluster:
 
 @contextlib.contextmanager
 def connect(
-    scheduler: str | None, workers: int | None, threads: int | None
-) -> Iterator[tuple[Client, int | None]]:
+    model: str, dtype: str, scheduler: str | None, workers: int | None, threads: int | None
+) -> Iterator[ModelCluster]:
     """Connect to a scheduler, by its address or its file, or start workers on this machine.
 
-    Yields the client, and the threads of a worker, by default a share of this process's where
-    workers start here. Raises ValueError for a wrong address, ImportError without Dask, and OSError
-    if no scheduler answers.
+    Those share the threads of this process, unless `threads` says how many each has. Raises
+    ValueError for a wrong address, ImportError without Dask, and OSError if no scheduler answers.
     """
     try:
         import distributed
@@ -99,21 +98,19 @@ def connect(
     # What becomes of workers is on the dashboard, and in the results where it matters.
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    file = Path(scheduler or "").expanduser()
     with contextlib.ExitStack() as stack:
         if workers is not None:
             threads = threads or max(1, torch.get_num_threads() // workers)
             client = distributed.Client(stack.enter_context(_start_workers(workers)))
-        elif Path(scheduler or "").expanduser().is_file():
-            client = distributed.Client(scheduler_file=str(Path(scheduler or "").expanduser()))
         else:
+            where = {"scheduler_file": str(file)} if file.is_file() else {"address": scheduler}
             try:
-                client = distributed.Client(scheduler)
+                client = distributed.Client(**where)
             except ValueError as error:
-                raise ValueError(
-                    "--scheduler must be a file or an address like tcp://10.0.0.1:8786, got "
-                    f"{scheduler!r}: {error}"
-                ) from error
-        yield stack.enter_context(client), threads
+                rule = "--scheduler must be a file or an address like tcp://10.0.0.1:8786"
+                raise ValueError(f"{rule}, got {scheduler!r}: {error}") from error
+        yield ModelCluster(stack.enter_context(client), model, dtype, threads)
 
 
 def _start_workers(count: int) -> Any:

@@ -15,7 +15,6 @@ from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.scores import (
     WindowScores,
-    binned_perplexity,
     perplexity,
     relative_difference,
     score_window,
@@ -34,28 +33,15 @@ from h2o_prefill.generation.text import Corpus
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.vocabulary import text_for
 
-# Bins of a chunk in the curves.
-_BINS_PER_CHUNK = 16
-
 
 @dataclass(frozen=True)
 class RunResult:
     """Perplexity of the dense or the sparse run."""
 
     ppl: float  # over all scored tokens
-    ppl_by_chunk: list[float | None]  # a number a chunk of a window; None where none is scored
+    ppl_by_chunk: list[float]  # of each chunk of a window
     ppl_by_window: list[float]
     seconds: float  # of the forward calls of all windows, without the output layer's logits
-
-
-@dataclass(frozen=True)
-class PositionCurve:
-    """Perplexity along an axis of positions."""
-
-    begin: list[int]  # first row of each bin
-    width: int  # rows of a bin
-    dense: list[float | None]  # None where a bin holds no scored row
-    sparse: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -75,9 +61,6 @@ class PerplexityResult:
     # `error_rows` is 0.
     widening: float | None
     recalled_keys: float | None  # that a row sees, mean of all rows; None where recall is off
-    by_position: PositionCurve  # along the window
-    # Along a chunk, over all chunks but the first (where both runs are the same).
-    by_chunk_position: PositionCurve
     config: PrefillConfig
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
@@ -191,12 +174,9 @@ class PairedRuns:
         scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))
         dense, sparse = scores.dense_nll, scores.sparse_nll
         delta_percent, stderr_percent = relative_difference(dense, sparse)
-        context, chunk_size = self.batches.shape[1], config.chunk_size
-        row = torch.arange(len(self._rows))
-        row_of_chunk = torch.where(row >= chunk_size, row % chunk_size, -1)
         return PerplexityResult(
-            dense=_run_result(dense, seconds["dense"], row, config, context),
-            sparse=_run_result(sparse, seconds["sparse"], row, config, context),
+            dense=_run_result(dense, seconds["dense"], config),
+            sparse=_run_result(sparse, seconds["sparse"], config),
             delta_percent=delta_percent,
             stderr_percent=stderr_percent,
             kl_mean=scores.kl.double().mean().item(),
@@ -204,10 +184,8 @@ class PairedRuns:
             attention_flops_ratio=flops.ratio,
             widening=flops.widening,
             recalled_keys=flops.recalled_keys,
-            by_position=_curve(scores, row, context, chunk_size),
-            by_chunk_position=_curve(scores, row_of_chunk, chunk_size, chunk_size),
             config=config,
-            context=context,
+            context=self.batches.shape[1],
             windows=list(self.selected),
             scored_tokens=dense.numel(),
         )
@@ -225,25 +203,13 @@ class PairedRuns:
         return logits, seconds
 
 
-def _run_result(
-    nll: Tensor, seconds: list[float], row: Tensor, config: PrefillConfig, context: int
-) -> RunResult:
-    chunks = -(-context // config.chunk_size)
+def _run_result(nll: Tensor, seconds: list[float], config: PrefillConfig) -> RunResult:
     return RunResult(
         ppl=perplexity(nll),
-        ppl_by_chunk=binned_perplexity(nll, row // config.chunk_size, chunks),
+        ppl_by_chunk=[perplexity(rows) for rows in nll.split(config.chunk_size, dim=1)],
         ppl_by_window=[perplexity(window) for window in nll],
         seconds=sum(seconds),
     )
-
-
-def _curve(scores: WindowScores, position: Tensor, length: int, chunk_size: int) -> PositionCurve:
-    """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
-    width = max(1, chunk_size // _BINS_PER_CHUNK)
-    begin = list(range(0, length, width))
-    bins = position.div(width, rounding_mode="floor")
-    binned = (binned_perplexity(nll, bins, len(begin)) for nll in scores[:2])
-    return PositionCurve(begin, width, *binned)
 
 
 def check_settings(config: PrefillConfig, context: int, windows: str) -> None:

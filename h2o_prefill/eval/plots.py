@@ -79,27 +79,22 @@ def save_figure(figure: Figure, path: File, finding: str, measured: str = "") ->
 
 
 def plot_perplexity(result: PerplexityResult, path: File, title: str = "") -> Figure:
-    """Draw how far perplexity is above dense along the window, and along the average chunk."""
-    figure, (window, chunk) = new_figure(9.6, 3.8, 2)
-    size = result.config.chunk_size
-    for axes, curve, length, label in (
-        (window, result.by_position, result.context, "window (tokens); dotted: chunks"),
-        (chunk, result.by_chunk_position, size, "chunk (tokens), mean of all but the first"),
+    """Draw how far the perplexity of each chunk, and of each window, is above dense."""
+    figure, panels = new_figure(9.6, 3.8, 2)
+    dense, sparse = result.dense, result.sparse
+    for axes, label, before, after, first in (
+        (panels[0], "chunk of a window", dense.ppl_by_chunk, sparse.ppl_by_chunk, 0),
+        (panels[1], "window", dense.ppl_by_window, sparse.ppl_by_window, result.windows[0]),
     ):
-        # None becomes NaN.
-        dense, sparse = (np.array(values, dtype=float) for values in (curve.dense, curve.sparse))
-        edges = [*curve.begin, curve.begin[-1] + curve.width]
-        change = 100 * (sparse / dense - 1)
-        axes.stairs(change, edges, baseline=0, fill=True, color=SPARSE["color"], alpha=0.6)
+        change = 100 * (np.array(after) / np.array(before) - 1)
+        axes.bar(np.arange(len(change)) + first, change, color=SPARSE["color"], alpha=0.6)
         axes.axhline(0, color="0.3", linewidth=0.8)
-        axes.set_xlim(0, length)
-        axes.set(xlabel=f"position in the {label}", ylabel="perplexity above dense (%)")
+        axes.set(xlabel=label, ylabel="perplexity above dense (%)")
+        axes.locator_params(axis="x", integer=True)
         open_axes(axes)
-    for begin in range(size, result.context, size):
-        window.axvline(begin, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
     change = format_change(result.delta_percent, result.stderr_percent)
     finding = f"Sparse prefill changes perplexity by {change}"
-    ppl = f"{result.dense.ppl:.3f} dense, {result.sparse.ppl:.3f} sparse"
+    ppl = f"{dense.ppl:.3f} dense, {sparse.ppl:.3f} sparse"
     return save_figure(figure, path, f"{finding} ({ppl})", title)
 
 
@@ -332,12 +327,20 @@ def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
         pd.DataFrame(100 * values.numpy(), index=measures.layers)
         for values in (measures.l1_error, measures.mass_recall)
     )
+    figure, panels = new_figure(9.6, _map_height(error), 2)
     # Dark is worse in both maps.
-    figure = _head_maps(
-        (error, "relative L1 error of the output (%)", {"vmin": 0}),
-        (seen, "dense softmax mass on visible keys (%)", {"cmap": "YlOrRd_r", "vmax": 100}),
-        head="query head",
-    )
+    for axes, values, what, style in (
+        (panels[0], error, "relative L1 error of the output (%)", {"cmap": "YlOrRd"}),
+        (
+            panels[1],
+            seen,
+            "dense softmax mass on visible keys (%)",
+            {"cmap": "YlOrRd_r", "vmin": None, "vmax": 100},
+        ),
+    ):
+        image = _draw_map(axes, values, measures.layers, "query head", what, **style)
+        axes.locator_params(axis="x", integer=True)
+        figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
     layer, head = error.stack().idxmax()
     finding = f"{_settings(measures)}: head {head} of layer {layer} errs most, by "
     finding += f"{error.loc[layer, head]:.1f} %; the mean is {np.nanmean(error):.1f} %"
@@ -364,17 +367,6 @@ def _draw_map(
     axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axes.set(xlabel=label, ylabel="layer")
     return image
-
-
-def _head_maps(*maps: tuple[pd.DataFrame, str, Style], head: str) -> Figure:
-    """Draw tables of layers and heads side by side, each with a title and the style of its map."""
-    figure, panels = new_figure(9.6, _map_height(maps[0][0]), len(maps))
-    for axes, (values, title, style) in zip(panels, maps, strict=True):
-        style = {"cmap": "YlOrRd", "vmin": None, **style}
-        image = _draw_map(axes, values, list(values.index), head, title, **style)
-        axes.locator_params(axis="x", integer=True)
-        figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
-    return figure
 
 
 def _write_cells(axes: Axes, texts: pd.DataFrame, dark: Any) -> None:

@@ -27,6 +27,7 @@ from h2o_prefill.generation.runs import (
     DENSE,
     Progress,
     check_chunks,
+    check_counts,
     check_model,
     count_steps,
     eval_mode,
@@ -218,14 +219,11 @@ def check_retrieval(
     for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"tasks must be of {tuple(TASKS)}, got {task!r}")
-    for depth in depths:
-        if not 0 <= depth <= 100:
-            raise ValueError(f"depths must be percentages from 0 to 100, got {depth}")
-    if prompts_per_cell < 1:
-        raise ValueError(f"prompts_per_cell must be >= 1, got {prompts_per_cell}")
+    if unknown := set(tasks) - set(TASKS):
+        raise ValueError(f"tasks must be of {tuple(TASKS)}, got {min(unknown)!r}")
+    if not 0 <= min(depths) <= max(depths) <= 100:
+        raise ValueError(f"depths must be percentages from 0 to 100, got {list(depths)}")
+    check_counts("prompts_per_cell", prompts_per_cell)
     if question not in QUESTIONS:
         raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
 

@@ -95,9 +95,3 @@ def format_change(percent: float, error: float | None = None) -> str:
     """Return a signed percentage, without a sign if it rounds to zero from below."""
     known = error is not None and not math.isnan(error)
     return f"{round(percent, 2) + 0.0:+.2f} %" + (f" ± {error:.2f}" if known else "")
-
-
-def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | None]:
-    """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
-    chosen = (nll[:, bins == index] for index in range(count))
-    return [perplexity(values) if values.numel() else None for values in chosen]

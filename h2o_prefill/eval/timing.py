@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.generation.prompts import random_ids
 from h2o_prefill.generation.runs import (
@@ -85,7 +85,26 @@ def benchmark_throughput(
                     with prefill_mode(model, mode, strict=True):
                         seconds[name].append(forward(ids)[1])
             flops = count_attention_flops(ids, config, *count_heads(model))
-            rows.append(_row(length, pd.DataFrame(seconds)[1:], flops))
+            rounds = pd.DataFrame(seconds)[1:]
+            dense, sparse = rounds.median()
+            by_round = rounds["dense"] / rounds["sparse"]
+            rows.append(
+                {
+                    "seq_length": length,
+                    "dense_seconds": dense,
+                    "sparse_seconds": sparse,
+                    "dense_tokens_per_second": length / dense,
+                    "sparse_tokens_per_second": length / sparse,
+                    "speedup": dense / sparse,
+                    "speedup_min": by_round.min(),
+                    "speedup_max": by_round.max(),
+                    "attention_flops_ratio": flops.ratio,
+                    "recalled_keys": math.nan
+                    if flops.recalled_keys is None
+                    else flops.recalled_keys,
+                    "num_runs": num_runs,
+                }
+            )
     step("done")
     return pd.DataFrame(rows)
 
@@ -98,25 +117,6 @@ def _check_lengths(model: Any, seq_lengths: Sequence[int]) -> list[int]:
     check_counts("seq_lengths", *lengths)
     check_model(model, max(lengths), "seq_lengths")
     return lengths
-
-
-def _row(length: int, seconds: pd.DataFrame, flops: AttentionFlops) -> dict[str, float]:
-    """Return a row of the table; `seconds` has a row for each round."""
-    dense_seconds, sparse_seconds = seconds.median()
-    by_round = seconds["dense"] / seconds["sparse"]
-    return {
-        "seq_length": length,
-        "dense_seconds": dense_seconds,
-        "sparse_seconds": sparse_seconds,
-        "dense_tokens_per_second": length / dense_seconds,
-        "sparse_tokens_per_second": length / sparse_seconds,
-        "speedup": dense_seconds / sparse_seconds,
-        "speedup_min": by_round.min(),
-        "speedup_max": by_round.max(),
-        "attention_flops_ratio": flops.ratio,
-        "recalled_keys": math.nan if flops.recalled_keys is None else flops.recalled_keys,
-        "num_runs": len(seconds),
-    }
 
 
 # The profiler looks for a GPU when it starts, and says so where there is none.

@@ -8,17 +8,6 @@ import torch
 from torch import Tensor
 
 
-def check_prompt(text: str) -> None:
-    """Raise ValueError for a prompt without text, or with half a character or stray bytes in it."""
-    if not text.strip():
-        raise ValueError("prompt must not be empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found, place = text[error.start], error.start + 1
-        raise ValueError(f"prompt must be UTF-8 text, got {found!r} as character {place}") from None
-
-
 def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
     """Return the token ids of a prompt, int64 [1, T]; `chat` applies the chat template, if any."""
     if chat and getattr(tokenizer, "chat_template", None):
@@ -67,12 +56,6 @@ def turn_text(tokenizer: Any, text: str) -> str:
     ]
     shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return str(shown).partition(_ANSWER)[2]
-
-
-def without_middle(input_ids: Tensor, length: int) -> Tensor:
-    """Return the first and the last tokens of a longer prompt, [1, length], as LongBench does."""
-    first = length // 2
-    return torch.cat([input_ids[:, :first], input_ids[:, first - length :]], dim=1)
 
 
 def prompt_ids(input_ids: Tensor) -> Tensor:

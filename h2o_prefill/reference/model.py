@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.reference import ops
 from h2o_prefill.reference.attention import apply_rope_global, populate_kv_cache, rope_frequencies
-from h2o_prefill.reference.settings import Settings, read_settings
+from h2o_prefill.reference.recall import Settings, read_settings
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from h2o_prefill.reference.linear_attention import (
 )
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
-from h2o_prefill.reference.recall import block_of
+from h2o_prefill.reference.recall import Settings, block_of, read_settings
 from h2o_prefill.reference.recall import lexical_recall as lexical_recall
-from h2o_prefill.reference.settings import Settings, read_settings
 
 NO_RECALL = (None, None, None)
 

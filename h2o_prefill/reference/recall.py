@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.reference.settings import read_settings
+from h2o_prefill.config import PrefillConfig
+
+Settings = PrefillConfig | str
 
 # Tokens of the longest n-gram that is looked up, keys recalled for each match, and how often a
 # token may have occurred to be looked up alone.
@@ -103,3 +105,10 @@ class _Characters:
         run = self.text[end - n : end]
         found = [e for e in range(n, before + 1) if self.text[e - n : e] == run]
         return [self.owners[e] for e in reversed(found)]
+
+
+def read_settings(settings: Settings) -> Any:
+    """Return settings as an object with the fields of `PrefillConfig`."""
+    if isinstance(settings, str):
+        return torch.classes.h2o_prefill.PrefillConfig.parse(settings)
+    return settings

@@ -1,6 +1,6 @@
 // From which length of a prompt on sparse attention is faster than dense attention: what an open
 // min_prefill is resolved to. No clock decides, but a table of costs by device
-// (common/device_costs.h) and the settings, so that every process decides alike.
+// (common/crossover.cpp) and the settings, so that every process decides alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -152,7 +152,7 @@ def test_visualize(report, small_commands, tmp_path):
     assert rows["0"][1:3] == ["0.00", "%"] and rows["0"][6:8] == ["100.00", "%"]
     assert float(rows["1"][1]) > 0 and rows["1"][-1] == "-" and 0 <= float(rows["2"][-1]) <= 1
     config = {"sink_tokens": 1, "window": 1, "context": 64, "dataset": "text.txt"}
-    assert found["config"].items() >= config.items() and len(found["by_layer"]) == 2
+    assert found["config"].items() >= config.items()
 
 
 def test_generate_prints_what_the_sparse_model_says(
@@ -178,17 +178,13 @@ def test_generate_prints_what_the_sparse_model_says(
     assert "(sparse, estimated KL to dense 0." in measuring.stderr.replace("\n", " ")
 
 
-def test_generate_samples_and_cuts_long_prompts(run, small_commands, tiny):
+def test_generate_samples(run, small_commands, tiny):
     command = (*small_commands["generate"], tiny.SENTENCE)
     drawn = [
         run(*command, "--temperature", "1.5", "--top-k", "20", "--top-p", "0.9", "--seed", seed)
         for seed in ("1", "1", "2")
     ]
     assert drawn[0].stdout == drawn[1].stdout != drawn[2].stdout
-    cut = run(*command, "--max-prompt-tokens", "30")
-    said = cut.stderr.replace("\n", " ")
-    assert f"{len(tiny.SENTENCE)} tokens are cut to 30" in said and "prefill 30 tokens" in said
-    assert run(*command, "--max-prompt-tokens", "300").stdout == run(*command).stdout
 
 
 def test_generate_continues_a_session(run, refused, small_commands, tiny, model_folder, tmp_path):

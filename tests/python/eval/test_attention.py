@@ -158,8 +158,6 @@ def test_dense_and_uneven_layers(tiny, tiny_model):
     held = torch.isin(torch.arange(LENGTH), uneven.memory[4, 1, 0]).float()
     assert torch.equal(share[1], held) and share[0].sum() == 8
     values = uneven.to_dict()
-    second = values["by_layer"][1]
-    assert len(second["l1_error"]) == 2 and len(second["jaccard"][0]) == 1
     known = uneven.l1_error[~uneven.l1_error.isnan()]
     assert values["summary"]["l1_error_mean"] == pytest.approx(known.mean().item())
     assert values["summary"]["l1_error_worst"]["value"] == pytest.approx(known.amax().item())

@@ -72,11 +72,6 @@ def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model):
     expected = [math.exp(rows.mean()) for rows in nll.split(CONFIG.chunk_size)]
     assert result.dense.ppl_by_chunk == pytest.approx(expected, rel=1e-4)
     assert result.sparse.ppl_by_chunk[0] == pytest.approx(expected[0], rel=1e-4)
-    assert result.by_position.begin == list(range(CONTEXT))
-    assert result.by_position.dense[5] == pytest.approx(math.exp(nll[5]), rel=1e-4)
-    later = nll[CONFIG.chunk_size :].split(CONFIG.chunk_size)
-    fourth = torch.stack([rows[3] for rows in later]).mean()
-    assert result.by_chunk_position.dense[3] == pytest.approx(math.exp(fourth), rel=1e-4)
 
 
 def test_logits_that_are_not_finite_are_no_result(tiny_model):
@@ -111,10 +106,11 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model):
 
 
 def test_the_figure_shows_both_runs(tiny_model, tmp_path):
-    result = _evaluate(tiny_model)
-    figures = plot_perplexity(result, tmp_path / "p.svg", "a title").axes
-    for axes, curve in zip(figures, (result.by_position, result.by_chunk_position), strict=True):
-        (drawn,) = axes.patches
-        pairs = zip(curve.dense, curve.sparse, strict=True)
-        change = [math.nan if None in pair else 100 * (pair[1] / pair[0] - 1) for pair in pairs]
-        assert list(drawn.get_data().values) == pytest.approx(change, nan_ok=True)
+    result = _evaluate(tiny_model, windows="1:3")
+    panels = plot_perplexity(result, tmp_path / "p.svg", "a title").axes
+    for axes, name, first in zip(panels, ("ppl_by_chunk", "ppl_by_window"), (0, 1), strict=True):
+        values = zip(getattr(result.dense, name), getattr(result.sparse, name), strict=True)
+        change = [100 * (sparse / dense - 1) for dense, sparse in values]
+        assert [bar.get_height() for bar in axes.patches] == pytest.approx(change)
+        middle = axes.patches[0].get_x() + axes.patches[0].get_width() / 2
+        assert middle == pytest.approx(first)

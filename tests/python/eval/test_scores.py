@@ -92,11 +92,3 @@ def test_relative_difference_pairs_windows_or_blocks_of_one(nll):
 
     delta, error = scoring.relative_difference(torch.ones(1, 5), torch.ones(1, 5))
     assert delta == 0 and math.isnan(error)
-
-
-def test_binned_perplexity_leaves_out_minus_one(nll):
-    bins = torch.tensor([-1] * 5 + [0] * 10 + [2] * 5)
-    first, empty, last = scoring.binned_perplexity(nll, bins, 3)
-    assert first == pytest.approx(math.exp(nll[:, 5:15].mean().item()), rel=1e-6)
-    assert empty is None
-    assert last == pytest.approx(math.exp(nll[:, 15:].mean().item()), rel=1e-6)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from h2o_prefill.generation.generate import Sampling, generate_timed
-from h2o_prefill.generation.prompts import without_middle
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,3 @@ def test_a_model_and_a_package_draw_the_same(tiny, tiny_model, tiny_tokenizer, s
     greedy = []
     generate_timed(tiny_model, tiny_tokenizer, ids, 12, greedy.append)
     assert texts != greedy
-
-
-def test_the_middle_of_a_long_prompt_is_left_out():
-    assert without_middle(torch.arange(10)[None], 5).tolist() == [[0, 1, 7, 8, 9]]
-    assert without_middle(torch.arange(10)[None], 4).tolist() == [[0, 1, 8, 9]]
