@@ -34,8 +34,8 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops, dense_dot_products
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.scores import WindowScores, perplexity, relative_difference, score_window
-from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation.runs import DENSE
+from h2o_prefill.generation.text import select_windows
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.vocabulary import text_for
 

@@ -10,18 +10,10 @@ from h2o_prefill import ops
 
 
 class LinearAttentionState(NamedTuple):
-    """The state that one call of a sequence passes to the next.
+    """What one call of a sequence passes to the next, in float32 (float64 for float64 inputs)."""
 
-    Attributes
-    ----------
-    state : Tensor
-        [B, Hkv, D, Dv], float32 (float64 for float64 inputs).
-    normalizer : Tensor
-        [B, Hkv, D], of the same dtype; [B, Hkv, 0] without a normalizer.
-    """
-
-    state: Tensor
-    normalizer: Tensor
+    state: Tensor  # [B, Hkv, D, Dv]
+    normalizer: Tensor  # [B, Hkv, D]; [B, Hkv, 0] without one
 
 
 def linear_attention(
@@ -52,10 +44,8 @@ def linear_attention(
 
     Returns
     -------
-    out : Tensor
-        [B, Hq, T, Dv].
-    state : LinearAttentionState
-        The state after the last token.
+    out, state : Tensor, LinearAttentionState
+        Output [B, Hq, T, Dv], and the state after the last token.
 
     Notes
     -----
@@ -154,18 +144,9 @@ class ChunkwiseLinearAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend with the tokens of one call.
 
-        Parameters
-        ----------
-        hidden : Tensor
-            [B, T, hidden_size].
-        initial_state, initial_normalizer : Tensor, optional
-            What the previous call of the sequence returned; omit them in the first call. Without a
-            normalizer the second is ignored.
-
-        Returns
-        -------
-        tuple of Tensor
-            Output [B, T, hidden_size], state [B, Hkv, D, D], normalizer [B, Hkv, D or 0].
+        Takes [B, T, hidden_size] and, but in the first call of a sequence, what the one before
+        returned. Returns the output [B, T, hidden_size], the state [B, Hkv, D, D] and the
+        normalizer [B, Hkv, D or 0].
         """
         q = self.q_proj(hidden).unflatten(2, [self.num_heads, -1]).transpose(1, 2)
         k = self.k_proj(hidden).unflatten(2, [self.num_kv_heads, -1]).transpose(1, 2)

@@ -15,7 +15,7 @@ from common.compare import Timings
 from common.modes import OURS, Mode
 from common.report import Row, read_report
 from h2o_prefill.eval.scores import perplexity, relative_difference
-from h2o_prefill.eval.windows import select_windows
+from h2o_prefill.generation.text import select_windows
 
 # What a row keeps of a loss, and what must be the same in an earlier run to take its losses over.
 _FIELDS = (

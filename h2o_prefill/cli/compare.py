@@ -13,10 +13,9 @@ from h2o_prefill import eval as evaluation
 from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation.prompts import encode_prompt
 from h2o_prefill.generation.runs import check_length
-from h2o_prefill.generation.text import encode, file_corpus
+from h2o_prefill.generation.text import encode, file_corpus, select_windows
 
 
 @options.command

@@ -7,7 +7,7 @@ import typer
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
-from h2o_prefill.eval.windows import parse_windows
+from h2o_prefill.generation.text import parse_windows
 
 
 @options.command

@@ -8,8 +8,7 @@ import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
 from h2o_prefill.eval.report import build_report
-from h2o_prefill.eval.windows import select_windows
-from h2o_prefill.generation.text import encode
+from h2o_prefill.generation.text import encode, select_windows
 
 
 @options.command

@@ -26,7 +26,6 @@ from h2o_prefill.eval.cluster import (
 )
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
 from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
-from h2o_prefill.eval.windows import parse_windows, select_windows
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     FAILURES,
@@ -38,7 +37,7 @@ from h2o_prefill.generation.runs import (
     report_progress,
     sparse_at_any_length,
 )
-from h2o_prefill.generation.text import Corpus, encode, load_text
+from h2o_prefill.generation.text import Corpus, encode, load_text, parse_windows, select_windows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,8 +118,6 @@ def run_ablation(
     contexts: Sequence[int] = (4096,),
     windows: str = "0:6",
     tokenizer: Any = None,
-    dtype: str = "float32",
-    device: str = "cpu",
     model_name: str | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
@@ -146,8 +143,6 @@ def run_ablation(
         Texts.
     contexts : sequence of int
         Tokens of a window. Combinations with fewer than two chunks are left out.
-    dtype, device : str
-        Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or the one in the model's config.
     cluster : ModelCluster, optional
@@ -178,7 +173,7 @@ def run_ablation(
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
     path = folder / table.CSV_NAME
     rows = table.read_rows(path)
-    network, tokenizer = resolve_model(model, tokenizer, dtype, device)
+    network, tokenizer = resolve_model(model, tokenizer)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
     chosen = [sparse_at_any_length(one) for one in bases]
     grid = build_grid(axes, contexts, chosen)

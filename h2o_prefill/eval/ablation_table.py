@@ -95,9 +95,8 @@ def presets(frame: pd.DataFrame) -> pd.Series[str]:
 
 
 def short_value(value: Any) -> str:
-    """Return a setting for a table or a label: lists of many heads are cut."""
-    text = "none" if str(value) == "<NA>" else format_value(value)
-    return text if len(text) <= 12 else f"{text[:11]}…"
+    """Return a setting for a table."""
+    return "none" if str(value) == "<NA>" else format_value(value)
 
 
 def varied_settings(frame: pd.DataFrame) -> list[str]:

@@ -19,17 +19,17 @@ from h2o_prefill.eval.scores import (
     relative_difference,
     score_window,
 )
-from h2o_prefill.eval.windows import model_windows, parse_windows
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     Progress,
     check_chunks,
+    check_model,
     count_steps,
     eval_mode,
     prefill_mode,
     sparse_at_any_length,
 )
-from h2o_prefill.generation.text import Corpus
+from h2o_prefill.generation.text import Corpus, as_corpus, encode, parse_windows, select_windows
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.vocabulary import text_for
 
@@ -115,13 +115,36 @@ def evaluate_perplexity(
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     config = sparse_at_any_length(chunk_config)
     check_settings(config, context, windows)
-    selected, batches = model_windows(network, dataset, tokenizer, context, windows)
+    selected, batches = _model_windows(network, dataset, tokenizer, context, windows)
     step = count_steps(on_progress, 2 * len(batches))
     with torch.no_grad(), eval_mode(network):
         runs = PairedRuns(network, tokenizer, selected, batches)
         result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
     step("done")
     return result
+
+
+def _model_windows(
+    model: nn.Module,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    tokenizer: Any,
+    context: int,
+    windows: str,
+) -> tuple[range, Tensor]:
+    """Return the windows of a dataset; raise if the model takes none of this length."""
+    check_model(model, context, "context")
+    if isinstance(dataset, (str, Corpus)):
+        corpus = as_corpus(dataset, "dataset")
+        if tokenizer is None:
+            raise ValueError("dataset is text, so a tokenizer must be given")
+        tokens = encode(tokenizer, corpus.text)
+    else:
+        tokens = torch.as_tensor(dataset)
+    if tokens.is_floating_point() or tokens.dim() != 1:
+        raise ValueError(
+            f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    return select_windows(tokens.long(), context, windows)
 
 
 @dataclass

@@ -58,7 +58,9 @@ def environment() -> dict[str, Any]:
         "library": library,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "packages": {
+            x.name: x.version for x in importlib.metadata.distributions() if x.name in _PACKAGES
+        },
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -123,10 +125,3 @@ def cpu_name() -> str:
 def gpu_name() -> str | None:
     """Return the first GPU's name, None without one."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -60,19 +60,14 @@ def load_model(
 
 
 def resolve_model(
-    model: nn.Module | str,
-    tokenizer: Any,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
-    *,
-    needs_tokenizer: bool = True,
+    model: nn.Module | str, tokenizer: Any, *, needs_tokenizer: bool = True
 ) -> tuple[Any, Any]:
     """Return a model and its tokenizer, loaded if the model is a name that `load_model` knows."""
     if not isinstance(model, str):
         if needs_tokenizer and tokenizer is None:
             raise ValueError("tokenizer must be given with a model that is not given by name")
         return model, tokenizer
-    network, own_tokenizer = load_model(model, dtype, device)
+    network, own_tokenizer = load_model(model)
     return network, own_tokenizer if tokenizer is None else tokenizer
 
 

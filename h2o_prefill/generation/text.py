@@ -1,9 +1,10 @@
-"""Text to evaluate on, and its tokens."""
+"""Text to evaluate on, its tokens and its windows."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from h2o_prefill.vocabulary import check_tokenizer
 
 DATASETS = ("wikitext2", "pydoc")
 WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"
+_WINDOWS = re.compile(r"(\d*):(\d*)")
 _HUB_WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 
 
@@ -75,6 +77,33 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     check_tokenizer(tokenizer)
     # verbose=False: the text may be longer than the model takes.
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def parse_windows(windows: str) -> tuple[int, int | None]:
+    """Return begin and end of a slice "begin:end" of windows; an end of None is the text's."""
+    match = _WINDOWS.fullmatch(windows.strip())
+    begin = int(match[1] or 0) if match else 0
+    end = int(match[2]) if match and match[2] else None
+    if match is None or (end is not None and begin >= end):
+        raise ValueError(f"windows must be a slice like 0:6, got {windows!r}")
+    return begin, end
+
+
+def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, Tensor]:
+    """Cut tokens [T] into windows; return a slice."""
+    available = len(tokens) // context
+    if available == 0:
+        raise ValueError(
+            f"text must hold at least one window of {context} tokens, got {len(tokens)} tokens"
+        )
+    begin, end = parse_windows(windows)
+    end = available if end is None else end
+    if not begin < end <= available:
+        raise ValueError(
+            f"windows must be a slice within 0:{available}, all that the text holds at context "
+            f"{context}, got {windows!r}"
+        )
+    return range(begin, end), tokens[begin * context : end * context].view(-1, context)
 
 
 def read_text(path: str | os.PathLike[str], argument: str) -> str:

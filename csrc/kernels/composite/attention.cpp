@@ -88,8 +88,9 @@ std::tuple<at::Tensor, at::Tensor> attend_by_rows(const AttentionArguments& x, i
     const auto attended =
         attend(q.narrow(2, row, count), keys(x.key), keys(x.value), visible, x.scale(), options);
     out.narrow(2, row, count).copy_(out_with_sinks(attended, options));
-    lse.narrow(2, row, count).copy_(lse_with_sinks(attended, options));
+    lse.narrow(2, row, count).copy_(attended.lse);
   }
+  if (x.sinks) lse = at::logaddexp(lse, x.sinks->to(lse.scalar_type()).unsqueeze(-1));
   return {out, lse};
 }
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from h2o_prefill.eval import scores as scoring
 from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.windows import parse_windows, select_windows
+from h2o_prefill.generation.text import parse_windows, select_windows
 
 
 def test_windows_are_a_slice_that_drops_the_rest():

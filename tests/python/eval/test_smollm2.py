@@ -9,9 +9,8 @@ from h2o_prefill import PRESETS
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity import PairedRuns
-from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation import load_text
-from h2o_prefill.generation.text import encode
+from h2o_prefill.generation.text import encode, select_windows
 from h2o_prefill.presets import DEFAULT_PRESET, SPARSE_PRESETS
 
 pytestmark = pytest.mark.model

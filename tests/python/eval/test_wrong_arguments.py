@@ -72,7 +72,7 @@ WRONG = {
         ),
         ({"lengths": [200]}, "lengths must be >= 3.. for task 'single', .* got 200"),
         ({"lengths": [480, 513]}, "lengths must be <= 512, the longest .* got 513"),
-        ({"depths": [50, 101]}, "depths must be percentages from 0 to 100, got 101"),
+        ({"depths": [50, 101]}, "depths must be percentages from 0 to 100, got .50, 101."),
         ({"prompts_per_cell": 0}, "prompts_per_cell must be >= 1 and an int, got 0"),
         ({"question": "middle"}, r"question must be one of \('last', 'first'\), got 'middle'"),
         ({"tokenizer": None}, "tokenizer must be given"),
