@@ -168,8 +168,8 @@ class PipelinePrefill:
             # Torch wants micro-batches without gaps: tokens come first, rows after them.
             part = tokens[:, begin:end].transpose(0, 1).contiguous()
             if step != shape:
-                given = part[:size] if self.ranks.is_first else _of_length(hidden, size)
-                stage = self._new_stage(given, _of_length(hidden, size), hidden.device)
+                received = part[:size] if self.ranks.is_first else _of_length(hidden, size)
+                stage = self._new_stage(received, _of_length(hidden, size), hidden.device)
                 shape, schedule = step, ScheduleGPipe(stage, count)
             with self.ranks.waiting(stage.waits_for):
                 # The next process may still work on this step while this one begins another.
@@ -179,11 +179,11 @@ class PipelinePrefill:
                 note(size * count)
         return self.ranks.from_last(self._stage.result, hidden.device)
 
-    def _new_stage(self, given: Tensor, returned: Tensor, device: torch.device) -> _Stage:
+    def _new_stage(self, received: Tensor, returned: Tensor, device: torch.device) -> _Stage:
         # The last stage's result goes to no other stage: what it was given stands for it.
-        returned = given if self.ranks.is_last else returned
+        returned = received if self.ranks.is_last else returned
         numbers = self.ranks.number, self.ranks.count
-        stage = _Stage(self._stage, *numbers, device, given, returned, group=self.ranks.group)
+        stage = _Stage(self._stage, *numbers, device, received, returned, group=self.ranks.group)
         stage.greets, self._ready = not self._ready, True
         return stage
 
@@ -196,13 +196,13 @@ class _KeepsResult(nn.Module):
         self.stage, self.ranks = stage, ranks
         self.result: Tensor | None = None
 
-    def forward(self, given: Tensor) -> Tensor:
-        tokens = given.transpose(0, 1).contiguous() if self.ranks.is_first else given
+    def forward(self, received: Tensor) -> Tensor:
+        tokens = received.transpose(0, 1).contiguous() if self.ranks.is_first else received
         returned: Tensor = self.stage(tokens)
         if not self.ranks.is_last:
             return returned.contiguous()
         self.result = returned
-        return given
+        return received
 
 
 class _Stage(PipelineStage):

@@ -54,13 +54,13 @@ class AttentionMeasures:
     @property
     def jaccard(self) -> Tensor:
         """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv]."""
-        held = held_positions(self.memory, self.chunk_ends[-1])
-        return (held[:-1] & held[1:]).sum(-1) / (held[:-1] | held[1:]).sum(-1)
+        sets = held_positions(self.memory, self.chunk_ends[-1])
+        return (sets[:-1] & sets[1:]).sum(-1) / (sets[:-1] | sets[1:]).sum(-1)
 
     def head_share(self, chunk: int) -> Tensor:
         """Return the share of KV heads that hold each position after a chunk, fp32 [layers, T]."""
-        held = held_positions(self.memory[chunk], self.chunk_ends[-1])
-        return held.sum(1) / torch.tensor(self.kv_heads).unsqueeze(1)
+        sets = held_positions(self.memory[chunk], self.chunk_ends[-1])
+        return sets.sum(1) / torch.tensor(self.kv_heads).unsqueeze(1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
@@ -144,22 +144,22 @@ def measure_attention(
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
     total, _ = count_heads(model)
-    found: dict[int, LayerMeasures] = {}
+    measures: dict[int, LayerMeasures] = {}
 
     def observe(call: Any, _: Tensor) -> None:
         index = call.module.layer_idx
         report_progress(on_progress, index, total, f"attention of layer {index}")
         qkv = call.query, call.key, call.value
         of_layer = config.of_layer(index), recalled, call.logit_options
-        found[index] = measure_layer(*qkv, *of_layer)
+        measures[index] = measure_layer(*qkv, *of_layer)
 
     observe_prompt(model, prompt, observe, config.dense_layers)
     report_progress(on_progress, total, total, "done")
-    if not found:
+    if not measures:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
     ends = [*range(config.chunk_size, length, config.chunk_size), length]
     rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
-    columns = zip(*found.values(), strict=True)
+    columns = zip(*measures.values(), strict=True)
     fills = (math.nan, math.nan, math.nan, -1)
     difference, size, mass, memory = (
         stack_layers(column, fill, dim=1) for column, fill in zip(columns, fills, strict=True)
@@ -170,9 +170,9 @@ def measure_attention(
         l1_error_by_chunk=(difference / size).float(),
         mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
         memory=memory,
-        layers=tuple(found),
-        query_heads=tuple(layer.mass.shape[1] for layer in found.values()),
-        kv_heads=tuple(layer.memory.shape[1] for layer in found.values()),
+        layers=tuple(measures),
+        query_heads=tuple(layer.mass.shape[1] for layer in measures.values()),
+        kv_heads=tuple(layer.memory.shape[1] for layer in measures.values()),
         chunk_ends=tuple(ends),
         config=config,
     )
@@ -212,10 +212,10 @@ def measure_layer(
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
         # With an indicator of the chunk as values, attention is the share of its keys. A row sees
         # all of them, so that the share of the visible keys is a ratio of two such shares.
-        own = (torch.arange(end, device=query.device) >= begin).to(query)
-        own = own.unsqueeze(1).expand(1, kv_heads, -1, -1)
-        share = ops.dense_attention(q, k, own, *shares_only)
-        seen, _ = sparse_attention(q, k, own, state, call, lists, *shares_only)
+        in_chunk = (torch.arange(end, device=query.device) >= begin).to(query)
+        in_chunk = in_chunk.unsqueeze(1).expand(1, kv_heads, -1, -1)
+        share = ops.dense_attention(q, k, in_chunk, *shares_only)
+        seen, _ = sparse_attention(q, k, in_chunk, state, call, lists, *shares_only)
         mass = (share[0, ..., 0].double() / seen[0, ..., 0]).clamp(max=1)
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
@@ -239,6 +239,6 @@ def stack_layers(layers: Sequence[Tensor], fill: float, dim: int) -> Tensor:
 def held_positions(memory: Tensor, length: int) -> Tensor:
     """Mark the positions that memory sets hold, bool [..., length]."""
     # The additional column takes the absent entries.
-    held = torch.zeros(*memory.shape[:-1], length + 1, dtype=torch.bool, device=memory.device)
+    members = torch.zeros(*memory.shape[:-1], length + 1, dtype=torch.bool, device=memory.device)
     index = torch.where(memory < 0, length, memory).to(torch.int64)
-    return held.scatter_(-1, index, True)[..., :length]
+    return members.scatter_(-1, index, True)[..., :length]

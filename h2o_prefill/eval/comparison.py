@@ -128,7 +128,7 @@ def compare(
         check_length(model, tokens + max_new_tokens, "prompt and new tokens")
         forward = PromptForward(model)
         step = count_steps(on_progress, len(modes) * (repeats + 2))
-        own: PromptLogits | None = None
+        baseline: PromptLogits | None = None
         # Mean KL, change of perplexity and its error; none of the first run.
         changes: dict[str, tuple[float, float, float]] = {}
         answers: dict[str, str] = {}
@@ -143,11 +143,11 @@ def compare(
                 answers[name] = " ".join(map(str, ids.tolist()))
             else:
                 answers[name] = str(tokenizer.decode(ids, skip_special_tokens=True))
-            if own is None:
-                own = logits
+            if baseline is None:
+                baseline = logits
                 changes[name] = 0.0, 0.0, 0.0
             else:
-                scores = score_window(own, logits, input_ids[0], range(tokens - 1))
+                scores = score_window(baseline, logits, input_ids[0], range(tokens - 1))
                 scores.check_finite("the prompt")
                 nll = scores.dense_nll.unsqueeze(0), scores.sparse_nll.unsqueeze(0)
                 changes[name] = scores.kl.double().mean().item(), *relative_difference(*nll)

@@ -68,16 +68,16 @@ class PromptForward:
         return output, time.perf_counter() - start
 
     def _hidden_states(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Any, float]:
-        kept: list[Tensor] = []
+        hidden: list[Tensor] = []
         # A hook, not a call of the base model: hooks on the whole model must run.
         handle = self._base.register_forward_hook(
-            lambda module, args, output: kept.append(output.last_hidden_state)
+            lambda module, args, output: hidden.append(output.last_hidden_state)
         )
         try:
             output, seconds = self._timed(input_ids, **options)
         finally:
             handle.remove()
-        return kept[-1][0], output, seconds
+        return hidden[-1][0], output, seconds
 
     def _gives_logits(self, layer: Any) -> bool:
         parameter = next(self._model.parameters())

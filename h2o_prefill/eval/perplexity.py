@@ -217,8 +217,8 @@ class PairedRuns:
         self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
     ) -> tuple[PromptLogits, float]:
         if index in self._dense:
-            kept, seconds = self._dense[index]
-            return PromptLogits(kept.to(self._device), self._forward.head), seconds
+            rows, seconds = self._dense[index]
+            return PromptLogits(rows.to(self._device), self._forward.head), seconds
         step(index, "dense")
         logits, seconds = self._forward(input_ids.unsqueeze(0))
         if self.keep_dense:

@@ -312,9 +312,9 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
     )
     for boundary in ends[:-1]:
         axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
-    held = "share of KV heads that hold it (columns of several positions: the most)"
+    label = "share of KV heads that hold it (columns of several positions: the most)"
     ticks = np.arange(heads + 1) / heads if heads <= 16 else None
-    figure.colorbar(image, ax=axes, label=held, aspect=30, ticks=ticks, format="%.2g")
+    figure.colorbar(image, ax=axes, label=label, aspect=30, ticks=ticks, format="%.2g")
     earlier = share[:, : max(0, ends[-1] - window)]
     mean = 100 * earlier[earlier > 0].mean()
     finding = f"a key that a layer still holds at the end is held by {mean:.0f} % of its KV heads"

@@ -156,8 +156,8 @@ def evaluate_retrieval(
             outputs[name], log_probs[name] = _ask(network, tokenizer, config, prompt)
         scores = {name: substring_score(text, prompt.answers) for name, text in outputs.items()}
         tokens = prompt.input_ids.shape[1]
-        found = prompt.answers, outputs, scores, log_probs
-        outcomes.append(PromptOutcome(task, length, depth, of_cell, tokens, *found))
+        results = prompt.answers, outputs, scores, log_probs
+        outcomes.append(PromptOutcome(task, length, depth, of_cell, tokens, *results))
     step("done")
     return RetrievalResult(
         outcomes=outcomes,

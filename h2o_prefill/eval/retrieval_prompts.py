@@ -88,12 +88,12 @@ TASKS = {
 
 
 def _distinct(draw: Callable[[], str], count: int, text: str) -> list[str]:
-    found: list[str] = []
-    while len(found) < count:
+    values: list[str] = []
+    while len(values) < count:
         value = draw()
-        if value not in found and value not in text:
-            found.append(value)
-    return found
+        if value not in values and value not in text:
+            values.append(value)
+    return values
 
 
 class Haystack:

@@ -133,10 +133,10 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         call()
     events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
+    size = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        size += event.nbytes()
+        peak = max(peak, size)
     return peak
 
 
@@ -168,9 +168,9 @@ def profile_memory(
             for name, mode in (("dense", None), ("sparse", config)):
                 step(f"{length} tokens {name}, memory")
                 cache = ChunkedPrefillCache(config=model.config)
-                given = {**cache_argument(model, cache), **last_logits_only(model)}
+                options = {**cache_argument(model, cache), **last_logits_only(model)}
                 with prefill_mode(model, mode, strict=True):
-                    peak = peak_bytes(partial(model, input_ids=ids, **given))
+                    peak = peak_bytes(partial(model, input_ids=ids, **options))
                 row[f"{name}_peak_bytes"] = peak
             states = [getattr(layer, "state", None) for layer in cache.layers]
             row["kv_cache_bytes"] = _bytes(cache.layers, "keys", "values")

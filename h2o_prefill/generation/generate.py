@@ -72,20 +72,20 @@ def generate_timed(
     input_ids: Tensor,
     max_new_tokens: int,
     on_text: Callable[[str], None],
-    kept: ChunkedPrefillCache | PrefillPackage | None = None,
+    past: ChunkedPrefillCache | PrefillPackage | None = None,
     sampling: Sampling | None = None,
     draft_tokens: int = 0,
 ) -> GenerationTiming:
     """Continue a prompt, greedily without `sampling`, and pass on the text as it is generated.
 
-    If `kept`, a cache or the package itself, has tokens, the prompt goes on from them. It has all
+    If `past`, a cache or the package itself, has tokens, the prompt goes on from them. It has all
     of the answer at the end, where the last token would be missing otherwise. `draft_tokens` is
     for packages.
     """
     packaged = isinstance(model, PrefillPackage)
-    before = None if kept is None else kept.token_ids
+    before = None if past is None else past.token_ids
     prompt = input_ids if before is None else torch.cat([before, input_ids.to(before)], dim=1)
-    options: dict[str, Any] = {} if kept is None or packaged else cache_argument(model, kept)
+    options: dict[str, Any] = {} if past is None or packaged else cache_argument(model, past)
     if not packaged:
         check_length(model, prompt.shape[1] + max_new_tokens, "prompt and new tokens")
         prompt = prompt.to(model.device)
@@ -108,7 +108,7 @@ def generate_timed(
             chosen = sampling.options()
         generate_greedily(model, prompt, max_new_tokens, streamer=streamer, **chosen, **options)
     times, last = streamer.times, streamer.last.reshape(1, 1)
-    if kept is not None:
+    if past is not None:
         with torch.no_grad():
             model.forward(last) if packaged else model(last.to(model.device), **options)
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])

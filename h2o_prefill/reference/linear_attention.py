@@ -43,8 +43,8 @@ def recurrent_linear_attention(
     state = _first_state(keys, values, initial_state, initial_normalizer)
     weighted = queries.new_empty(*queries.shape[:4], values.shape[3])
     for i in range(q.shape[2]):
-        kept = decay[:, :, i, None, None].exp() * state
-        state = kept + keys[:, :, i, :, None] * values[:, :, i, None, :]
+        decayed = decay[:, :, i, None, None].exp() * state
+        state = decayed + keys[:, :, i, :, None] * values[:, :, i, None, :]
         weighted[:, :, :, i] = queries[:, :, :, i] @ state
     return _output(weighted, q.dtype, normalize, scale), *_parts(state, normalize)
 

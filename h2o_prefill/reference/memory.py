@@ -58,8 +58,8 @@ class ScoreTracker:
 
     def get_scores(self, layer_idx: int, indices: Tensor) -> Tensor:
         """Return the scores of candidates [num_heads, any]; -inf where the index is -1."""
-        found = self.scores[layer_idx].gather(-1, indices.long().clamp(min=0))
-        return found.masked_fill(indices < 0, -torch.inf)
+        scores = self.scores[layer_idx].gather(-1, indices.long().clamp(min=0))
+        return scores.masked_fill(indices < 0, -torch.inf)
 
     def _column_sums(self, weights: Tensor) -> Tensor:
         sums = weights.detach().sum(dim=-2)  # a selection has no gradient

@@ -159,8 +159,8 @@ def chunked_sparse_attention(
     attended = torch.full((batch, heads, budgets.width), -1, dtype=torch.int32, device=q.device)
     if past and memory is not None:
         # A call without chunks passes the set on, in the width of these settings.
-        kept = min(attended.shape[2], memory.shape[2])
-        attended[:, :, :kept] = memory[:, :, :kept]
+        width = min(attended.shape[2], memory.shape[2])
+        attended[:, :, :width] = memory[:, :, :width]
     previous = attended if memory is None else memory
     recalled = None
     if recall_offsets is not None:
@@ -179,8 +179,8 @@ def chunked_sparse_attention(
             attended = budgets.select(tracker.scores, previous, last_chunk_begin, begin)
             third = None
             if recalled is not None:  # a key in the memory set of a head does not count twice
-                held = (attended.unsqueeze(3) == torch.arange(total, device=q.device)).any(2)
-                unseen = recalled[:, None, rows] & ~held.unsqueeze(2)
+                in_memory = (attended.unsqueeze(3) == torch.arange(total, device=q.device)).any(2)
+                unseen = recalled[:, None, rows] & ~in_memory.unsqueeze(2)
                 third = (keys, values, unseen.unsqueeze(2))
             out[:, :, :, rows], inter_weights, intra_weights = fused_chunk_attention(
                 *chunk,

@@ -48,10 +48,10 @@ def lexical_recall(
             chunk_begin = begin + (first - begin) // size * size
             first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
-                found = [(e, _SPAN) for e in _matches(tokens, p, chunk_begin, config.recall)]
+                matches = [(e, _SPAN) for e in _matches(tokens, p, chunk_begin, config.recall)]
                 latest = characters.matches(p, chunk_begin)[:1]
-                found += [(t, _CHARACTER_SPAN) for t in latest]
-                for e, span in found:
+                matches += [(t, _CHARACTER_SPAN) for t in latest]
+                for e, span in matches:
                     for position in range(e, min(e + span, chunk_begin)):
                         first_row.setdefault(position, p)  # p rises: the first is the smallest
             for position, p in sorted(first_row.items(), key=lambda entry: (entry[1], entry[0])):
@@ -103,8 +103,8 @@ class _Characters:
             return []
         before = self.ends[chunk_begin - 1] if chunk_begin else 0
         run = self.text[end - n : end]
-        found = [e for e in range(n, before + 1) if self.text[e - n : e] == run]
-        return [self.owners[e] for e in reversed(found)]
+        ends = [e for e in range(n, before + 1) if self.text[e - n : e] == run]
+        return [self.owners[e] for e in reversed(ends)]
 
 
 def read_settings(settings: Settings) -> Any:

@@ -52,11 +52,11 @@ struct Recall {
     const auto keys = positions.narrow(0, from, count);
     const auto row_positions =
         at::arange(request.past() + row, request.past() + row + rows, keys.options());
-    const auto held = (sets.unsqueeze(-1) == keys).any(1);  // [Hkv, count]
+    const auto in_memory = (sets.unsqueeze(-1) == keys).any(1);  // [Hkv, count]
     const auto visible = (visible_from.narrow(0, from, count) <= row_positions.unsqueeze(-1))
                              .logical_and(keys < request.past() + first_row)
                              .expand({1, heads, 1, rows, count})
-                             .logical_and(held.logical_not().view({1, heads, 1, 1, count}));
+                             .logical_and(in_memory.logical_not().view({1, heads, 1, 1, count}));
     const auto index = keys.to(at::kLong);
     const auto select = [&](const at::Tensor& t) {
       return t.narrow(0, b, 1).index_select(2, index);

@@ -33,9 +33,9 @@ Scanned linear_scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                     bool reverse) {
   if (reverse) {
     const auto flipped = [](const at::Tensor& t) { return t.defined() ? t.flip(2) : t; };
-    auto found = linear_scan(flipped(q), flipped(k), flipped(v), flipped(log_decay), initial,
-                             chunk_size, false);
-    return {flipped(found.out), found.state};
+    auto scanned = linear_scan(flipped(q), flipped(k), flipped(v), flipped(log_decay), initial,
+                               chunk_size, false);
+    return {flipped(scanned.out), scanned.state};
   }
   const int64_t batch = k.size(0), heads = k.size(1), length = k.size(2);
   const int64_t group = q.size(1) / heads;
@@ -259,13 +259,13 @@ void subtract_diagonal(OperandGradients& sum, const Operands& x, const Arriving&
 
 LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearScan scan) {
   const Operands x = operands_of(r);
-  std::vector<Scanned> found, normalizers;
+  std::vector<Scanned> scans, normalizers;
   for (const Recurrence& direction : directions_of(r, scan)) {
-    found.push_back(direction(x.query, x.key, x.value, x.decay, x.state));
+    scans.push_back(direction(x.query, x.key, x.value, x.decay, x.state));
     if (r.normalize) normalizers.push_back(scan_normalizer(x, direction));
   }
-  auto weighted = found[0].out;
-  if (!r.causal) weighted = weighted + found[1].out;
+  auto weighted = scans[0].out;
+  if (!r.causal) weighted = weighted + scans[1].out;
   if (r.diagonal_once) {
     const int64_t heads = x.query.size(1);
     weighted =
@@ -275,7 +275,7 @@ LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearSc
                                      : at::scalar_tensor(r.scale, weighted.options()));
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
   out.copy_(weighted);
-  return {out, found[0].state,
+  return {out, scans[0].state,
           r.normalize ? normalizers[0].state.squeeze(2)
                       : weighted.new_empty({r.key.size(0), r.key.size(1), 0})};
 }
