@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +122,26 @@ def compare(
         check_tokenizer(tokenizer)
         input_ids = _read_prompt(model, inputs, tokenizer).to(next(model.parameters()).device)
         tokens = input_ids.shape[1]
-        modes = _modes(model, handle, config, tokenizer, tokens)
+        enabled: Any = handle if config is None else None
+        chosen = chosen_config(config) if enabled is None else enabled.config
+        check_chunks(chosen, tokens, "the prompt")
+        own = f"{model.config._attn_implementation}, model's own"
+        modes = {own: None, "exact, lossless": PRESETS["exact"]}
+        if not chosen.exact:
+            modes[chosen.to_string()] = chosen
+
+        @contextlib.contextmanager
+        def switched(settings: PrefillConfig | None) -> Iterator[None]:
+            if enabled is None or settings is not chosen:
+                with prefill_mode(model, settings, tokenizer=tokenizer):
+                    yield
+                return
+            enabled.enable()  # without `with`: it may be inside of its own
+            try:
+                yield
+            finally:
+                enabled.disable()
+
         check_length(model, tokens + max_new_tokens, "prompt and new tokens")
         forward = PromptForward(model)
         step = count_steps(on_progress, len(modes) * (repeats + 2))
@@ -132,8 +149,8 @@ def compare(
         # Mean KL, change of perplexity and its error; none of the first run.
         changes: dict[str, tuple[float, float, float]] = {}
         answers: dict[str, str] = {}
-        for name, (_, mode) in modes.items():
-            with mode():
+        for name, settings in modes.items():
+            with switched(settings):
                 step(f"{tokens} tokens, {name}")
                 logits, _ = forward(input_ids)
                 step(f"answer, {name}")
@@ -154,52 +171,19 @@ def compare(
             del logits  # before the next ones are made
         seconds: dict[str, list[float]] = {name: [] for name in modes}
         for _ in range(repeats):
-            for name, (_, mode) in modes.items():
+            for name, settings in modes.items():
                 step(f"{tokens} tokens, {name}")
-                with mode():
+                with switched(settings):
                     seconds[name].append(forward.prefill(input_ids))
         step("done")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     first = next(iter(medians.values()))
     runs = []
-    for name, (settings, _) in modes.items():
+    for name, settings in modes.items():
         text = "" if settings is None else settings.to_string()
         times = medians[name], tuple(seconds[name]), first / medians[name]
         runs.append(ComparedRun(name, text, *times, *changes[name], answers[name]))
     return Comparison(tokens, tuple(runs))
-
-
-_Mode = tuple[PrefillConfig | None, Callable[[], AbstractContextManager[Any]]]
-
-
-def _modes(
-    model: Any, handle: Any, config: PrefillConfig | str | None, tokenizer: Any, tokens: int
-) -> dict[str, _Mode]:
-    """Return the settings to compare by name, and what switches the model over to them."""
-    as_enabled = handle is not None and config is None
-    chosen = handle.config if as_enabled else chosen_config(config)
-    check_chunks(chosen, tokens, "the prompt")
-
-    switched = partial(prefill_mode, model, tokenizer=tokenizer)
-    exact = PRESETS["exact"]
-    modes: dict[str, _Mode] = {
-        f"{model.config._attn_implementation}, model's own": (None, partial(switched, None)),
-        "exact, lossless": (exact, partial(switched, exact)),
-    }
-    if not chosen.exact:
-        name = chosen.to_string()
-        modes[name] = chosen, partial(_on, handle) if as_enabled else partial(switched, chosen)
-    return modes
-
-
-@contextlib.contextmanager
-def _on(handle: Any) -> Iterator[None]:
-    """Enable a handle for a block, which may be inside of its own `with`."""
-    handle.enable()
-    try:
-        yield
-    finally:
-        handle.disable()
 
 
 def _read_prompt(model: Any, inputs: Any, tokenizer: Any) -> Tensor:
