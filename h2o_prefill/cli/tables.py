@@ -60,7 +60,7 @@ def perplexity_table(result: PerplexityResult) -> Table:
     if result.recalled_keys is not None:
         table.add_row("recalled keys of a row", "", f"{result.recalled_keys:.0f}", "")
     if result.widening is not None:
-        table.add_row("memory sets widened, mean", "", f"{result.widening:.2f}x", "")
+        table.add_row("adaptive budget, mean factor", "", f"{result.widening:.2f}x", "")
     ratio = result.attention_flops_ratio
     table.add_row("attention flops", "1", f"{1 / ratio:.2f}", f"{ratio:.2f}x fewer")
     return table
