@@ -240,7 +240,6 @@ def _with_parameters(docstring: str) -> str:
     types = {
         "int | str | None": 'int or "auto", optional',
         "tuple[int, ...]": "tuple of int",
-        "tuple[tuple[int, ...], ...]": "str or tuple of tuples of int",
     }
     section = "Parameters\n----------\n"
     for field in dataclasses.fields(PrefillConfig):
