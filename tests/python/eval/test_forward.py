@@ -49,8 +49,8 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model, ids):
         lambda module, args, output: rows.append(output.shape[1])
     )
     logits, seconds = forward(ids)
-    assert forward.prefill(ids) > 0
-    assert [tuple(call.shape) for call in calls] == [(1, 40)] * 2 and seconds > 0
+    assert min(seconds, forward.prefill(ids)) > 0
+    assert [tuple(call.shape) for call in calls] == [(1, 40)] * 2
     assert rows == [1, 1]
     assert not tiny_model.base_model._forward_hooks
     tiny_model.lm_head._forward_hooks.clear()

@@ -47,22 +47,15 @@ def test_answers_are_in_the_needles_and_nowhere_else(task, needles, distractors)
 def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence():
     haystack = Haystack(SENTENCES)
     assert len(haystack) == 18
-    for depth, before in (
-        (0, ""),
-        (10, "It rained. "),
-        (25, "It rained. He said: no! "),
-        (100, SENTENCES.removesuffix("Last")),
-    ):
+    begins = {0: "", 10: "It rained. ", 25: "It rained. He said: no! "}
+    for depth, before in {**begins, 100: SENTENCES.removesuffix("Last")}.items():
         piece = haystack.piece(0, 18, [(depth, "NEEDLE.")])
         assert piece == f"{before}NEEDLE. {SENTENCES[len(before) :]}"
     piece = haystack.piece(2, 8, [(100, "C."), (0, "A."), (100, "D."), (40, "B.")])
     assert piece == 'A. He said: no! B. (She knew.) "Well?" A line\nC. D.'
-    assert Haystack("One. Two.").piece(0, 2, [(100, "C.")]) == "One. Two. C."
-    assert Haystack("One. Two.").piece(0, 0, [(50, "C.")]) == "C."
     # Pieces begin with a sentence and have room.
     begins = {haystack.draw_begin(random.Random(seed), 11) for seed in range(60)}
     assert begins == {0, 2, 5, 7}
-    assert {haystack.draw_begin(random.Random(seed), 99) for seed in range(9)} == {0}
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -99,5 +92,5 @@ def test_length_and_frame(tiny, task, chat):
     first, last = (str(tokenizer.decode(build("last", depth=x).input_ids[0])) for x in (0, 100))
     assert first.partition(riddle.needles[0])[0].endswith(f"{riddle.intro}\n")
     assert len(last.partition(riddle.needles[-1])[2].partition("\n")[0]) < 120
-    assert build("last").input_ids.tolist() == build("last").input_ids.tolist()
-    assert build("last").input_ids.tolist() != build("last", seed=6).input_ids.tolist()
+    drawn = [build("last", seed=seed).input_ids.tolist() for seed in (9, 9, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
