@@ -34,9 +34,8 @@ def test_a_command_that_keeps_nothing_says_so(run, small_commands, monkeypatch):
 
     monkeypatch.setattr("h2o_prefill.generation.load_model", interrupted)
     done = run(*small_commands["ppl"])
-    assert done.exit_code == 130
-    expected = "interrupted: partial results are not kept, existing result files are intact\n"
-    assert done.stderr == expected
+    said = "interrupted: partial results are not kept, existing result files are intact\n"
+    assert (done.exit_code, done.stderr) == (130, said)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["raised", "lost"])
