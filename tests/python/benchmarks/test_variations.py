@@ -25,7 +25,7 @@ def test_a_window_is_passage_other_text_and_changed_passage(tiny, kinds):
         window, changed = build_window(name, tokenizer, TEXT, CONTEXT)
         assert window.tolist() == build_window(name, tokenizer, TEXT, CONTEXT)[0].tolist()
         assert len(window) == CONTEXT
-        # Never more than a quarter, and only what a form leaves out is missing.
+        # Never more than a quarter.
         assert CONTEXT // 8 < CONTEXT - changed <= CONTEXT // 4
         text = str(tokenizer.decode(window))  # a token is a byte
         passage, between = text[: CONTEXT // 4], text[CONTEXT // 4 : changed]

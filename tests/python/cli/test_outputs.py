@@ -1,7 +1,4 @@
-"""Output of commands: to files that are checked before the work, or to stdout.
-
-The fixture `run` checks every table on narrow terminals.
-"""
+"""Output of commands: to files that are checked before the work, or to stdout."""
 
 import json
 import os
