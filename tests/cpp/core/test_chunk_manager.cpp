@@ -31,15 +31,5 @@ TEST(ChunkManager, ChunksTileTheCall) {
   }
 }
 
-TEST(ChunkManager, ErrorsNameArgumentRuleAndValue) {
-  EXPECT_VALUE_ERROR(ChunkManager(-1, 8, 8), "past must be >= 0, got -1");
-  EXPECT_VALUE_ERROR(ChunkManager(0, -8, 8), "num_tokens must be >= 0, got -8");
-  EXPECT_VALUE_ERROR(ChunkManager(0, 8, 0), "chunk_size must be >= 1, got 0");
-  const ChunkManager chunks(4, 17, 8);
-  EXPECT_VALUE_ERROR(chunks.begin(3), "chunk must be in [0, 3), got 3");
-  EXPECT_VALUE_ERROR(chunks.end(-1), "chunk must be in [0, 3), got -1");
-  EXPECT_VALUE_ERROR(ChunkManager(12, 0, 1).begin(0), "chunk must be in [0, 0), got 0");
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -97,6 +97,41 @@ def test_models(run, model_folder, name, fields, variants):
     assert [row["variant"] for row in report["results"]] == variants.split()
 
 
+EXACT, SMALL = "h2o,local_window=256,heavy_budget=256", "h2o,local_window=8,heavy_budget=8"
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("selections", ("--variant", SMALL, "--variant", "snapkv=16"), [SMALL, "snapkv=16"]),
+        ("variations", ("--forms", "same,capitals", "--variant", SMALL), [SMALL] * 2),
+        ("answers", ("--variant", EXACT, "--variant", SMALL, "--question", ""), [EXACT, SMALL] * 3),
+    ],
+)
+def test_losses_and_answers(run, model_folder, tmp_path, name, options, named):
+    text = tmp_path / "text.txt"
+    text.write_text("A quick brown fox did jump over it. " * 50)
+    if name != "selections":
+        options = (*options, "--text-file", text)
+    if name == "answers":
+        options = (*options, "--prompts", 3, "--new-tokens", 6)
+    _, report = run(name, "--model", model_folder, *options)
+    rows = report["results"]
+    assert [row["variant"] for row in rows] == named
+    for row in rows:
+        if name == "selections":
+            assert row["leak"] == 0 and min(row[x] for x in ("products", "kl", "top1_percent")) > 0
+        elif name == "variations":
+            # All of the passage comes after the first chunk, which is exact.
+            assert 0 < row["changed_tokens"] <= 64 and row["changed_kl"] > row["kl"] > 0
+        else:
+            assert row["equal"] == (row["answers"]["dense"] == row["answers"][row["variant"]])
+            # The most likely token of the dense run is no less likely than another one.
+            assert row["equal"] or (0 <= row["parts_at"] < 6 and row["gap"] > 0)
+            assert row["equal"] or row["variant"] == SMALL
+
+
 def test_the_variants_of_a_model_are_what_they_say(model, config):
     from common.variants import decode_variants, prefill_variants
 

@@ -133,10 +133,9 @@ def test_answers_are_what_the_model_generates_after_each_prefill(model, tiny_tok
     for name, config in VARIANTS.items():
         with h2o_prefill.enable(model, config):
             spoken[name] = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert outcome.outputs == {
-        name: tiny_tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
-        for name, ids in spoken.items()
-    }
+    for name, ids in spoken.items():
+        answer = tiny_tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
+        assert outcome.outputs[name] == answer
     assert outcome.outputs["dense"] != outcome.outputs["small"], "the variant was not sparse"
 
     answer = tiny_tokenizer(f" {outcome.answers[0]}", return_tensors="pt")["input_ids"]

@@ -30,18 +30,16 @@ HAYSTACK = Haystack(TEXT)
     "task, needles, distractors", [("single", 1, 0), ("multi_key", 1, 3), ("multi_value", 4, 0)]
 )
 def test_answers_are_in_the_needles_and_nowhere_else(task, needles, distractors):
-    for seed in range(3):
-        riddle = TASKS[task].make(random.Random(seed), "")
-        assert riddle != TASKS[task].make(random.Random(seed + 100), "")
-        assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
-        assert len(set(riddle.answers)) == needles
-        for answer in riddle.answers:
-            assert answer in " ".join(riddle.needles)
-            for other in (*riddle.distractors, riddle.intro, riddle.question, riddle.lead):
-                assert answer not in other
-        # Text that holds an answer already would give it away.
-        again = TASKS[task].make(random.Random(seed), " ".join(riddle.needles).lower())
-        assert not set(again.answers) & set(riddle.answers)
+    riddle = TASKS[task].make(random.Random(0), "")
+    assert riddle != TASKS[task].make(random.Random(100), "")
+    assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
+    assert len(set(riddle.answers)) == needles
+    others = (*riddle.distractors, riddle.intro, riddle.question, riddle.lead)
+    for answer in riddle.answers:
+        assert answer in " ".join(riddle.needles) and answer not in " ".join(others)
+    # Text that holds an answer already would give it away.
+    again = TASKS[task].make(random.Random(0), " ".join(riddle.needles).lower())
+    assert not set(again.answers) & set(riddle.answers)
 
 
 def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence():

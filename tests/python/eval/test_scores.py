@@ -29,7 +29,7 @@ def test_windows_are_a_slice_that_drops_the_rest():
             select_windows(torch.arange(tokens), 10, text)
 
 
-@pytest.mark.parametrize("numbers", [1, 70, 1 << 20])  # one row, three rows, everything at once
+@pytest.mark.parametrize("numbers", [70, 1 << 20])  # three rows, everything at once
 @pytest.mark.parametrize("rows", [range(0, 15), range(8, 15)])
 def test_scores_equal_the_direct_computation(monkeypatch, numbers, rows):
     monkeypatch.setattr(scoring, "_SLICE_NUMBERS", numbers)
