@@ -1,8 +1,6 @@
 """Every command from its arguments to its table and files."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
 pd = pytest.importorskip("pandas")
 
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
+SMALLEST = "h2o,chunk_size=16,local_window=4"
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
 RECALL = f"{SMALL},recall=2"
 
@@ -36,97 +35,73 @@ def report(run, tmp_path):
     return made
 
 
-def _row(table, name):
-    (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
-    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", line.replace(name, "", 1))]
+# By command: options, what the JSON says of them, files, and numbers as the table prints them.
+RUNS = {
+    "compare": (
+        ("--heavy-budget", 2, "--dtype", "bfloat16"),
+        {"preset": f"{SMALLEST},heavy_budget=2", "heavy_budget": 2, "dtype": "bfloat16"},
+        [],
+        lambda x: [f"{x['runs'][2]['kl_mean']:.4f}", "text.txt, medians of 1 64 tokens"],
+    ),
+    "ppl": (
+        ("--windows", "1:3", "--preset", f"{PRESET},recall=2", "--plot", "p.png"),
+        {"recall": 2, "windows": [1, 2]},
+        ["p.png"],
+        lambda x: [
+            *(f"{x[name]['ppl_by_chunk'][2]:.3f}" for name in ("dense", "sparse")),
+            f"{x['dense']['ppl']:.3f} {x['sparse']['ppl']:.3f}",
+            f"{x['delta_percent']:+.2f}",
+            f"recalled keys of a row {x['recalled_keys']:.0f}",
+        ],
+    ),
+    "bench": (
+        ("--runs", 2, "--chunk-size", 12, "--output", "new/results"),
+        {"chunk_size": 12, "preset": PRESET.replace("16", "12")},
+        ["new/results/memory_profile.png", "new/results/throughput_comparison.png"],
+        lambda x: [f"{x['results'][1][name]:.2f}" for name in ("speedup", "attention_flops_ratio")],
+    ),
+    "retrieve": (
+        ("--preset", RECALL, "--prompts", 2, "--seed", 5, "--plot", "p.png", "--question", "first"),
+        {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2},
+        ["p.png"],
+        lambda x: [
+            "needles in long.txt, question first",
+            "{log_prob_change:+.3f} ± {log_prob_stderr:.3f}".format(**x["summary"][1]),
+        ],
+    ),
+    "visualize": (
+        ("--output", "out", "--window", 1, "--sink-tokens", 1, "--format", "png"),
+        {"sink_tokens": 1, "window": 1, "context": 64, "dataset": "text.txt"},
+        ["out/memory.png", "out/errors.png"],
+        lambda x: ["window 1 of 64 tokens, h2o S=16 L=4 H=4 K=1", " 0 0.00 %", "100.00 %"],
+    ),
+}
 
 
-def test_compare(report, small_commands, tiny, tmp_path):
-    found, table = report(*small_commands["compare"])
-    own, exact, sparse = found["runs"]
-    assert found["tokens"] == 64 and found["config"]["preset"] == sparse["settings"] == PRESET
-    assert (own["settings"], exact["settings"]) == ("", "exact")
-    assert f" {sparse['kl_mean']:.4f} " in table and "text.txt, medians of 1\n64 tokens" in table
+@pytest.mark.parametrize("command", RUNS)
+def test_what_commands_write_and_print(report, small_commands, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    options, config, files, shown = RUNS[command]
+    found, table = report(*small_commands[command], *options)
+    assert found["config"].items() >= config.items()
+    assert found["environment"]["threads"] == 1
+    assert all((tmp_path / file).read_bytes().startswith(b"\x89PNG") for file in files)
+    words = " ".join(table.split())
+    assert [text for text in shown(found) if text not in words] == []
 
+
+def test_compare_on_a_prompt_and_retrieval_that_is_kept(report, small_commands, tiny, tmp_path):
     (tmp_path / "prompt.txt").write_text(tiny.SENTENCE * 3)
     command = ("compare", *small_commands["generate"][1:3], "--max-new-tokens", 3)
-    given = ("--prompt-file", tmp_path / "prompt.txt", "--preset", PRESET, "--heavy-budget", 2)
-    found, _ = report(*command, *given, "--dtype", "bfloat16")
-    assert found["tokens"] == len(tiny.SENTENCE * 3) and found["config"]["heavy_budget"] == 2
-    assert len(found["runs"][2]["all_seconds"]) == 3
+    found, _ = report(*command, "--prompt-file", tmp_path / "prompt.txt", "--preset", PRESET)
+    assert found["tokens"] == len(tiny.SENTENCE * 3)
+    assert [run["settings"] for run in found["runs"]] == ["", "exact", PRESET]
+    report(*small_commands["retrieve"], "--keep", tmp_path / "kept.jsonl")
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 2
 
 
 def test_without_a_preset_settings_are_the_default():
     assert SettingsOptions().find() == PRESETS["recommended"]
-
-
-def test_ppl(report, small_commands, tmp_path):
-    options = ("--heavy-budget", 2, "--windows", "1:", "--dtype", "bfloat16")
-    given = ("--preset", f"{PRESET},sink_tokens=2,recall=2", "--plot", tmp_path / "p.png")
-    found, table = report(*small_commands["ppl"], *options, *given)
-    expected = [found["dense"]["ppl"], found["sparse"]["ppl"]]
-    expected += [found["delta_percent"], found["stderr_percent"]]
-    assert _row(table, "perplexity") == pytest.approx(expected, abs=5e-3)
-    for chunk in range(4):
-        expected = [found[name]["ppl_by_chunk"][chunk] for name in ("dense", "sparse")]
-        assert _row(table, f"chunk {chunk}")[:2] == pytest.approx(expected, abs=5e-4)
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    config = found["config"]
-    expected = {"sink_tokens": 2, "heavy_budget": 2, "dtype": "bfloat16"}
-    assert config.items() >= expected.items() and config["text_source"].startswith("text.txt sha")
-    assert config["windows"][0] == 1 and len(config["windows"]) > 1
-    assert found["environment"]["threads"] == 1
-    (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
-    assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
-
-
-def test_bench(report, small_commands, tmp_path):
-    folder = tmp_path / "new" / "results"
-    options = ("--runs", 2, "--dtype", "bfloat16", "--chunk-size", 12, "--output", folder)
-    found, table = report(*small_commands["bench"], *options)
-    preset = PRESET.replace("16", "12")
-    expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": preset}
-    assert found["config"].items() >= expected.items()
-    names = ("speedup", "speedup_min", "speedup_max", "attention_flops_ratio")
-    for row, length in zip(found["results"], (16, 48), strict=True):
-        assert (row["seq_length"], row["num_runs"]) == (length, 2)
-        expected = [row[name] for name in names]
-        shown = map(abs, _row(table, f"{length} ")[-4:])  # a range has a dash
-        assert list(shown) == pytest.approx(expected, abs=5e-3)
-    figures = sorted(folder.iterdir())
-    assert [path.name for path in figures] == ["memory_profile.png", "throughput_comparison.png"]
-    assert all(row["sparse_peak_bytes"] > row["kv_cache_bytes"] > 0 for row in found["memory"])
-
-
-def test_retrieve(report, small_commands, tmp_path):
-    given = ("--preset", RECALL, "--prompts", 2, "--seed", 5, "--plot", tmp_path / "p.png")
-    keep = ("--question", "first", "--keep", tmp_path / "kept.jsonl")
-    found, table = report(*small_commands["retrieve"], *given, *keep)
-    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
-    assert [row["variant"] for row in found["summary"]] == ["dense", SMALL, RECALL]
-    assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]
-    expected = {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2}
-    assert found["config"].items() >= expected.items()
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "needles in long.txt, question first" in table
-    small = found["summary"][1]
-    change = small["log_prob_change"], small["log_prob_stderr"]
-    assert " {:+.3f} ± {:.3f} ".format(*change) in table and change[0] != 0
-
-
-def test_visualize(report, small_commands, tmp_path):
-    options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1, "--format", "svg")
-    found, printed = report(*small_commands["visualize"], *options)
-    *lines, memory, errors, _ = printed.split("\n")
-    assert [memory, errors] == [str(tmp_path / "out" / x) for x in ("memory.svg", "errors.svg")]
-    assert all(Path(path).read_bytes().startswith(b"<?xml") for path in (memory, errors))
-    assert "window 1 of 64 tokens, h2o S=16 L=4 H=4 K=1" in " ".join(printed.split())
-    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    # A row a chunk. Error 0, and all of the mass: the first chunk is exact.
-    assert rows["0"][1:3] == ["0.00", "%"] and rows["0"][6:8] == ["100.00", "%"]
-    assert float(rows["3"][1]) > 0 and rows["1"][-1] == "-"
-    config = {"sink_tokens": 1, "window": 1, "context": 64, "dataset": "text.txt"}
-    assert found["config"].items() >= config.items() and len(found["by_layer"]) == 2
 
 
 def test_generate_prints_what_the_sparse_model_says(
