@@ -87,6 +87,10 @@ static_assert(kHasNoCopies<PrefillContext> && kHasNoCopies<ChunkedKVCache> &&
               kHasNoCopies<MemorySetTracker> && kHasNoCopies<Sampler> &&
               kHasNoCopies<PackageSession> && kHasNoCopies<Answer>);
 
+TEST(PrefillContext, SettingsAreTheDefault) {
+  EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
+}
+
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   const LayeredPrompt prompt(80);
   PrefillConfig config{.chunk_size = 16, .local_window = 3, .heavy_budget = 4};
@@ -151,11 +155,6 @@ TEST(PrefillContext, ALayerWithAWindowIsExactInIt) {
       EXPECT_FALSE(context.tracker()->has_scores(layer));
     }
   }
-  context.truncate(80);
-  context.begin(prompt.ids.slice(1, 80, 81));
-  const auto x = prompt.qkv[0].tokens(80, 81);
-  EXPECT_VALUE_ERROR_WITH(context.attend(0, x.q, x.k, x.v, std::nullopt, /*window=*/0),
-                          "window must be >= 1");
 }
 
 TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
@@ -222,28 +221,6 @@ TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
                      "token_ids must have the batch size of the prompt (2), got 1");
   context.begin(prompt.ids.slice(1, 0, 7));
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
-}
-
-TEST(PrefillContext, FromTensorsRefusesWhatIsNoState) {
-  const LayeredPrompt prompt(90);
-  auto context = new_context();
-  prompt.run(context, 0, 90);
-  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors({}), "tensors must begin with an int64");
-  auto tensors = context.state_tensors();
-  tensors[2] = tensors[2].narrow(1, 0, 3);
-  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors),
-                          "tensors[2] must hold the ids of 2 rows and 90 tokens, got shape [2, 3]");
-  tensors = context.state_tensors();
-  tensors[1] = tensors[1].slice(0, 0, 1).expand({int64_t{1} << 33});
-  EXPECT_VALUE_ERROR(PrefillContext::from_tensors(tensors),
-                     "bytes of tensors[1] must be <= 4194304, got 8589934592");
-  tensors = context.state_tensors();
-  tensors[3] = tensors[3].slice(0, 0, 1).expand({int64_t{1} << 33});
-  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors),
-                          "tensors must begin with an int64");
-  tensors = context.state_tensors();
-  tensors.pop_back();
-  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold scores");
 }
 
 // A folder that is removed at the end, and a path in it.
@@ -357,35 +334,6 @@ TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
   }
   for (auto& thread : threads) thread.join();
   for (const auto& out : outs) EXPECT_TRUE(same(out, expected));
-}
-
-TEST(PrefillContext, DefaultsAndWrongArguments) {
-  const LayeredPrompt prompt(40);
-  EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
-  EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(PrefillContext(1, 8, PrefillConfig::parse("h2o,dense_layers=1")),
-                     "dense_layers must name layers < 1, the layers of the context, got 1");
-  PrefillContext context(kContextLayers, 50, recalling_config());
-  const auto x = prompt.qkv[0];
-  EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),
-                     "begin() must be called before the layers of a call attend");
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids[0]),
-                     "token_ids must have 2 dimensions, got shape [40]");
-  EXPECT_VALUE_ERROR(context.begin(51),
-                     "max_tokens must be >= 51, the tokens after this call, got 50");
-  EXPECT_VALUE_ERROR(context.begin(1, -5), "total_tokens must be in [1, 50], got -5");
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids, 51), "total_tokens must be in [40, 50], got 51");
-  context.begin(prompt.ids);
-  EXPECT_VALUE_ERROR(context.attend(2, x.q, x.k, x.v), "layer must be in [0, 2), got 2");
-  const auto other = x.tokens(0, 20);
-  EXPECT_VALUE_ERROR(context.attend(0, other.q, other.k, other.v),
-                     "query must have the tokens that the call began with (40), got shape [2, 4, "
-                     "20, 8]");
-  const auto row = [](const at::Tensor& t) { return t.slice(0, 0, 1); };
-  EXPECT_VALUE_ERROR(context.attend(0, row(x.q), row(x.k), row(x.v)),
-                     "query must have the batch size of the token ids (2), got shape [1, 4, 40, "
-                     "8]");
-  EXPECT_VALUE_ERROR(context.truncate(-1), "length must be >= 0, got -1");
 }
 
 }  // namespace

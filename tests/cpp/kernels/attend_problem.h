@@ -1,9 +1,10 @@
 // One call of attend_rows as a test states it, its inputs, and its answer.
 #pragma once
 
-#include <algorithm>
+#include <numeric>
 #include <string>
 
+#include "kernels/masked_softmax.h"
 #include "kernels/rows.h"
 #include "kernels/softmax_state.h"
 
@@ -105,8 +106,7 @@ inline std::vector<int32_t> late_limits(int64_t rows, int64_t count) {
   return limits;
 }
 
-// The answer to a problem in float64, by the definition: no maximum is subtracted, nothing is
-// blocked, packed or merged. A double holds the exponential of any logit that a test makes.
+// The answer to a problem in float64.
 struct Answer {
   std::vector<double> out;                  // [rows, value_dim]
   std::vector<double> weight;               // the same with |value|: the measure of errors
@@ -114,64 +114,47 @@ struct Answer {
   std::vector<std::vector<double>> colsum;  // [sets][count]
 };
 
-// exp(scale query[row] . key[j]) of all keys up to the row's limit, under the cap; 0 of those
-// before its first one.
-inline std::vector<double> exponentials(const Problem& problem, const std::vector<double>& query,
-                                        const ProblemSet& set, const std::vector<double>& keys,
-                                        int64_t row) {
-  const int64_t dim = problem.spec.head_dim;
-  std::vector<double> result;
-  for (int64_t j = 0; j < set.limit(row); ++j) {
-    double sum = 0.0;
-    if (j < set.begin(row)) {
-      result.push_back(0.0);
-      continue;
-    }
-    for (int64_t d = 0; d < dim; ++d) {
-      sum += query[row * dim + d] * keys[set.source_row(j) * dim + d];
-    }
-    const double logit = problem.spec.scale * sum;
-    const double cap = problem.spec.softcap;
-    result.push_back(std::exp(cap > 0.0 ? cap * std::tanh(logit / cap) : logit));
-  }
-  return result;
-}
-
 // One softmax a row over its visible keys in all sets; column sums by one softmax a row and set.
 // The sink is in the denominators of both.
 inline Answer solve(const Problem& problem) {
-  const int64_t rows = problem.spec.rows, dim = problem.spec.value_dim;
-  Answer answer;
-  answer.out.resize(rows * dim);
-  answer.weight.resize(rows * dim);
+  const ProblemSpec& spec = problem.spec;
+  const int64_t dim = spec.head_dim, value_dim = spec.value_dim;
   const std::vector<double> query = problem.query.numbers();
-  const double sink = std::exp(static_cast<double>(problem.spec.sink));
-  std::vector<double> total(rows, sink);
+  std::vector<std::vector<double>> keys, values;
+  Answer answer;
   for (const ProblemSet& set : problem.sets) {
-    const std::vector<double> keys = set.keys.numbers(), values = set.values.numbers();
-    std::vector<double>& colsum = answer.colsum.emplace_back(set.spec.count);
-    for (int64_t r = 0; r < rows; ++r) {
-      const std::vector<double> e = exponentials(problem, query, set, keys, r);
-      double sum = 0.0;
-      for (const double x : e) sum += x;
-      if (sum == 0.0) continue;  // the row sees no key of the set
-      for (size_t j = 0; j < e.size(); ++j) {
-        colsum[j] += e[j] / (sum + sink);
-        for (int64_t d = 0; d < dim; ++d) {
-          const double share = e[j] * values[set.source_row(j) * dim + d];
-          answer.out[r * dim + d] += share;
-          answer.weight[r * dim + d] += std::fabs(share);
-        }
-      }
-      total[r] += sum;
-    }
+    keys.push_back(set.keys.numbers());
+    values.push_back(set.values.numbers());
+    answer.colsum.emplace_back(set.spec.count);
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    answer.lse.push_back(std::log(total[r]));
-    if (total[r] == 0.0) continue;  // a row without keys: output 0
-    for (int64_t d = 0; d < dim; ++d) {
-      answer.out[r * dim + d] /= total[r];
-      answer.weight[r * dim + d] /= total[r];
+  for (int64_t r = 0; r < spec.rows; ++r) {
+    std::vector<double> logits;
+    std::vector<const double*> visible;  // their values
+    for (size_t s = 0; s < problem.sets.size(); ++s) {
+      const ProblemSet& set = problem.sets[s];
+      std::vector<double> of_set;
+      for (int64_t j = set.begin(r); j < set.limit(r); ++j) {
+        const double* const key = &keys[s][set.source_row(j) * dim];
+        const double product = std::inner_product(key, key + dim, &query[r * dim], 0.0);
+        of_set.push_back(capped(spec.scale * product, spec.softcap));
+        visible.push_back(&values[s][set.source_row(j) * value_dim]);
+      }
+      const Softmax row = softmax(of_set, spec.sink);
+      for (size_t j = 0; j < of_set.size(); ++j) {
+        answer.colsum[s][set.begin(r) + j] += row.probabilities[j];
+      }
+      logits.insert(logits.end(), of_set.begin(), of_set.end());
+    }
+    const Softmax row = softmax(logits, spec.sink);
+    answer.lse.push_back(row.lse);
+    for (int64_t d = 0; d < value_dim; ++d) {
+      double sum = 0.0, weight = 0.0;
+      for (size_t j = 0; j < visible.size(); ++j) {
+        sum += row.probabilities[j] * visible[j][d];
+        weight += row.probabilities[j] * std::fabs(visible[j][d]);
+      }
+      answer.out.push_back(sum);
+      answer.weight.push_back(weight);
     }
   }
   return answer;

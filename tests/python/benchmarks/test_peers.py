@@ -10,22 +10,16 @@ from h2o_prefill.generation.text import WIKITEXT2_VARIABLE
 DENSE, SPARSE = "transformers bfloat16", "h2o_prefill h2o"
 
 
-@pytest.fixture
-def run_alone(run, model_folder, tmp_path, monkeypatch):
-    """Run the benchmark without peers, with a random model: its modes, its rows."""
+@pytest.mark.slow
+def test_losses_equal_evaluate_perplexity_and_all_is_timed(
+    run, model_folder, config, tmp_path, monkeypatch
+):
+    """Without peers, with a random model."""
     monkeypatch.delenv(WIKITEXT2_VARIABLE, raising=False)
     where = ("--model", model_folder, "--folder", tmp_path, "--preset", "h2o")
-
-    def run_peers(*words):
-        rows = run("peers", *where, "--peers", "", *words)[1]["results"]
-        return {row["variant"]: row for row in rows if "variant" in row}, rows
-
-    return run_peers
-
-
-@pytest.mark.slow
-def test_losses_equal_evaluate_perplexity_and_all_is_timed(run_alone, model_folder, config):
-    modes, rows = run_alone("--no-package", "--windows", "1:3")
+    words = ("--peers", "", "--no-package", "--windows", "1:3")
+    rows = run("peers", *where, *words)[1]["results"]
+    modes = {row["variant"]: row for row in rows if "variant" in row}
     assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
     expected = evaluate_perplexity(
@@ -53,27 +47,21 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits():
     from common.losses import fastest_baselines
     from common.modes import OURS, Mode
 
-    # Program, loss, seconds.
+    # Program, bits, loss, seconds.
     made = {
-        "ours exact": (OURS, -0.1, 4.0),
-        "ours fast": (OURS, 3.0, 2.0),
-        "them dense": ("them", 0.0, 12.0),
-        "them good": ("them", 1.0, 8.0),
-        "them bad": ("them", 400.0, 1.0),
-        "them 8 bit": ("them", 0.0, 1.0),
-        "slow": ("slow", 0.0, 30.0),
-        "coarse 4 bit": ("coarse", 0.0, 1.0),
+        "ours exact": (OURS, 16, -0.1, 4.0),
+        "ours fast": (OURS, 16, 3.0, 2.0),
+        "them dense": ("them", 16, 0.0, 12.0),
+        "them good": ("them", 16, 1.0, 8.0),
+        "them bad": ("them", 16, 400.0, 1.0),
+        "them coarse": ("them", 8, 0.0, 1.0),
+        "slow": ("slow", 16, 0.0, 30.0),
+        "coarse": ("coarse", 4, 0.0, 1.0),
     }
-    bits = {name: int(name.split()[1]) if "bit" in name else 16 for name in made}
-    modes = {
-        name: Mode(program, bits[name], name, "module:class", {})
-        for name, (program, _, _) in made.items()
-    }
-    rows = [
-        {"variant": name, "delta_percent": loss, "seconds": seconds}
-        for name, (_, loss, seconds) in made.items()
-    ]
-    timings = Timings({name: [seconds] * 2 for name, (_, _, seconds) in made.items()})
+    modes = {name: Mode(x[0], x[1], name, "module:class", {}) for name, x in made.items()}
+    names = ("delta_percent", "seconds")
+    rows = [{"variant": n, **dict(zip(names, x[2:], strict=True))} for n, x in made.items()]
+    timings = Timings({name: [seconds] * 2 for name, (*_, seconds) in made.items()})
     found = list(fastest_baselines(modes, rows, timings))
     assert [(row["ours"], row["baseline"], row["our_speedup"]) for row in found] == [
         ("ours exact", "them dense", 3.0),

@@ -1,6 +1,7 @@
 """Every benchmark runs in its quick mode, and leaves JSON that says what was run where."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ SLOW = (
     *("operators cpu_peak", "operators gather", "operators memory"),
     *("linear linear", "linear linear_decode", "layer prefill", "layer crossover", "layer recall"),
 )
+slow = partial(pytest.param, marks=pytest.mark.slow)
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
 
 
@@ -44,18 +46,11 @@ def _check_report(report, fields):
             assert math.isfinite(row[field]) and row[field] > 0, (field, row)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in FIELDS])
 def test_operators(run, name):
     done, report = run(name)
     _check_report(report, FIELDS[name])
     assert report["title"] in done.stdout
-    if "head_dim" in report["results"][0]:
-        dims = (64, 128, 256) if name == "layer crossover" else (64, 128)
-        assert {(r["head_dim"], r["dtype"]) for r in report["results"]} == {
-            (dim, dtype) for dim in dims for dtype in ("float32", "bfloat16")
-        }
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -73,7 +68,6 @@ def test_operators_on_a_gpu(run, name):
 def test_options_choose_rows(run):
     options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
     _, report = run("layer prefill", *options)
-    _check_report(report, FIELDS["layer prefill"])
     rows = report["results"]
     assert [(r["dtype"], r["threads"], r["length"]) for r in rows] == [
         ("float16", threads, length) for threads in (1, 2) for length in (5, 130)
@@ -87,43 +81,62 @@ def test_options_choose_rows(run):
 @pytest.mark.parametrize(
     ("name", "fields", "variants"),
     [
-        (
-            "model",
-            ["seconds", "tokens_per_second", "speedup", "speedup_over_chunked"],
-            ["dense", "dense_chunked", "exact", "sparse", "no_attention"],
-        ),
-        pytest.param(
-            "session",
-            ["seconds", "speedup", "file_mb"],
-            ["each", "prefixes", "session", "reopened"],
-            marks=pytest.mark.slow,
-        ),
-        ("decode", ["milliseconds", "tokens_per_second", "speedup"], ["stock", "enabled"]),
-        pytest.param(
+        ("model", "seconds speedup_over_chunked", "dense dense_chunked exact sparse no_attention"),
+        ("decode", "milliseconds tokens_per_second", "stock enabled"),
+        slow("session", "seconds file_mb", "each prefixes session reopened"),
+        slow(
             "package",
-            ["seconds", "tokens_per_second", "speedup"],
-            [
-                *("package", "compiled", "eager", "dense"),
-                *("decode_package", "decode_eager", "decode_stock"),
-            ],
-            marks=pytest.mark.slow,
+            "seconds tokens_per_second",
+            "package compiled eager dense decode_package decode_eager decode_stock",
         ),
     ],
 )
 def test_models(run, model_folder, name, fields, variants):
     _, report = run(f"models {name}", "--model", model_folder, "--dtype", "float32")
-    _check_report(report, fields)
-    assert [row["variant"] for row in report["results"]] == variants
+    _check_report(report, [*fields.split(), "speedup"])
+    assert [row["variant"] for row in report["results"]] == variants.split()
+
+
+EXACT, SMALL = "h2o,local_window=256,heavy_budget=256", "h2o,local_window=8,heavy_budget=8"
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("selections", ("--variant", SMALL, "--variant", "snapkv=16"), [SMALL, "snapkv=16"]),
+        ("variations", ("--forms", "same,capitals", "--variant", SMALL), [SMALL] * 2),
+        ("answers", ("--variant", EXACT, "--variant", SMALL, "--question", ""), [EXACT, SMALL] * 3),
+    ],
+)
+def test_losses_and_answers(run, model_folder, tmp_path, name, options, named):
+    text = tmp_path / "text.txt"
+    text.write_text("A quick brown fox did jump over it. " * 50)
+    if name != "selections":
+        options = (*options, "--text-file", text)
+    if name == "answers":
+        options = (*options, "--prompts", 3, "--new-tokens", 6)
+    _, report = run(name, "--model", model_folder, *options)
+    rows = report["results"]
+    assert [row["variant"] for row in rows] == named
+    for row in rows:
+        if name == "selections":
+            assert row["leak"] == 0 and min(row[x] for x in ("products", "kl", "top1_percent")) > 0
+        elif name == "variations":
+            # All of the passage comes after the first chunk, which is exact.
+            assert 0 < row["changed_tokens"] <= 64 and row["changed_kl"] > row["kl"] > 0
+        else:
+            assert row["equal"] == (row["answers"]["dense"] == row["answers"][row["variant"]])
+            # The most likely token of the dense run is no less likely than another one.
+            assert row["equal"] or (0 <= row["parts_at"] < 6 and row["gap"] > 0)
+            assert row["equal"] or row["variant"] == SMALL
 
 
 def test_the_variants_of_a_model_are_what_they_say(model, config):
     from common.variants import decode_variants, prefill_variants
 
-    def assert_close(found, expected):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(257, (1, 150), generator=generator)
+    assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
     logits = {name: run() for name, run in prefill_variants(model, ids, config).items()}
     with torch.no_grad():
         dense = model(ids).logits[0, -1]
@@ -148,8 +161,6 @@ def test_allocations(run):
         assert row["kv_megabytes"] * 1e6 == 2 * 3 * row["length"] * 64 * 2
         assert row["state_megabytes"] * 1e6 == pytest.approx(3 * 4 * (row["length"] + 16))
         assert row["workspace_megabytes"] > 0
-    (many,) = [row for row in report["results"] if "prompts" in row]
-    assert many["prompts"] == len(many["resident_bytes"]) == 10
 
 
 def test_baselines_give_what_the_operators_give():
@@ -184,10 +195,8 @@ def test_simulated_processes(run, model_folder):
 
     parts = Parts(4, seconds=6.0, contention=1.0, hidden_bytes=1000)
     near, far = Network(0.0, 1e30), Network(10.0, 100.0)
-    for ranks in (1, 2, 4):
-        # C chunks through P stages: C + P - 1 steps of the layers of one.
-        seconds = layers_schedule(parts, near, 8, ranks, [1.0] * ranks)
-        assert seconds == pytest.approx((8 + ranks - 1) * 6.0 * 4 / ranks)
+    # C chunks through P stages: C + P - 1 steps of the layers of one.
+    assert layers_schedule(parts, near, 8, 4, [1.0] * 4) == pytest.approx((8 + 4 - 1) * 6.0)
     # Two layers, a message, eight chunks in the stage after, and its message.
     slow = layers_schedule(parts, far, 8, 2, [1.0, 1.0])
     assert slow == pytest.approx(12.0 + 20.0 + 8 * 12.0 + 20.0)
@@ -212,11 +221,8 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch)
     assert done.exit_code == 0
     names = ("throughput_comparison", "crossover", "memory_profile", "linear", "peers", "scale")
     assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
-    for figure in figures.values():
-        assert 1 <= len(figure.axes) <= 2 and figure.get_suptitle()
-        assert all(x.get_xlabel() and x.get_ylabel() and x.has_data() for x in figure.axes)
+    assert all(axes.has_data() for figure in figures.values() for axes in figure.axes)
     (axes,) = figures[tmp_path / "peers.png"].axes
     # Every mode that was timed, with what it loses.
     timed = [x for x in read_report(RESULTS / "peers.json")["results"] if x["length"] == 8000]

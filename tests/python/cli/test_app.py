@@ -1,6 +1,5 @@
 """The command line as a whole: help, version, and errors that are not the user's."""
 
-import dataclasses
 import signal
 import sys
 
@@ -8,7 +7,6 @@ import pytest
 
 import h2o_prefill
 import h2o_prefill_cli
-from h2o_prefill.config import PrefillConfig
 
 COMMANDS = (
     *("compare", "ppl", "ablate", "bench", "retrieve", "visualize"),
@@ -17,10 +15,8 @@ COMMANDS = (
 
 
 def test_help_and_version(run):
-    for arguments in ((), ("--help",)):
-        done = run(*arguments)
-        assert done.exit_code == 0
-        assert all(name in done.stdout for name in COMMANDS)
+    for done in (run(), run("--help")):
+        assert done.exit_code == 0 and all(name in done.stdout for name in COMMANDS)
     assert run("--version").stdout == f"h2o-prefill {h2o_prefill.__version__}\n"
 
 
@@ -37,26 +33,31 @@ def test_every_command_and_option_has_help(run, command):
         assert not text.startswith(("Of ", "See ")), parameter.name
 
 
-def test_every_field_is_an_option_of_ablate():
-    typer = pytest.importorskip("typer")
-    from h2o_prefill.cli.app import app
-
-    options = {x.opts[0]: x.help for x in typer.main.get_command(app).commands["ablate"].params}
-    for field in dataclasses.fields(PrefillConfig):
-        # Up to the first name of another option.
-        text = field.metadata["help"].partition("`")[0].strip()
-        assert options[f"--{field.name.replace('_', '-')}"].startswith(text)
+class _Broken:
+    @property
+    def app(self):
+        raise ImportError("libtorch.so:\nundefined symbol")
 
 
-def test_without_its_packages_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (
+            {"typer": None},
+            "error: the command line needs the package typer: pip install 'h2o_prefill[eval]'",
+        ),
+        ({"h2o_prefill.cli.app": _Broken()}, "error: libtorch.so: undefined symbol"),
+    ],
+)
+def test_without_its_packages_it_says_so_in_one_line(monkeypatch, modules, message):
     monkeypatch.delitem(sys.modules, "h2o_prefill.cli.app", raising=False)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as said:
         h2o_prefill_cli.main()
     signal.signal(signal.SIGINT, handler)
-    expected = "error: the command line needs the package typer: pip install 'h2o_prefill[eval]'"
-    assert said.value.code == expected
+    assert said.value.code == message
 
 
 def test_without_dask_it_says_what_to_install(run, small_commands, monkeypatch):
@@ -84,15 +85,3 @@ def test_errors_of_several_lines_are_one(run, monkeypatch):
 
     monkeypatch.setattr("h2o_prefill.generation.load_text", broken)
     assert run("ppl").stderr == "error: CUDA error: unknown\n"
-
-    class Broken:
-        @property
-        def app(self):
-            raise ImportError("libtorch.so:\nundefined symbol")
-
-    monkeypatch.setitem(sys.modules, "h2o_prefill.cli.app", Broken())
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as said:
-        h2o_prefill_cli.main()
-    signal.signal(signal.SIGINT, handler)
-    assert said.value.code == "error: libtorch.so: undefined symbol"

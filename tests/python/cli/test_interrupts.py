@@ -33,9 +33,8 @@ def test_a_command_that_keeps_nothing_says_so(run, small_commands, monkeypatch):
 
     monkeypatch.setattr("h2o_prefill.generation.load_model", interrupted)
     done = run(*small_commands["ppl"])
-    assert done.exit_code == 130
-    expected = "interrupted: partial results are not kept, existing result files are intact\n"
-    assert done.stderr == expected
+    said = "interrupted: partial results are not kept, existing result files are intact\n"
+    assert (done.exit_code, done.stderr) == (130, said)
 
 
 def test_an_ablation_keeps_its_cells_and_goes_on(run, small_commands, monkeypatch, tmp_path):

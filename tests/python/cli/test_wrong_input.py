@@ -8,35 +8,25 @@ WRONG = {
     "ppl": {
         ("--model", "./nowhere"): r"model: no such file or folder: './nowhere'",
         ("--model", "nobody/no-such-model"): r"model must be .* got 'nobody/no-such-model'",
-        ("--threads", "0"): "--threads",
         ("--threads", "4294967297"): "Invalid value for '--threads'",
         ("--preset", "best"): "settings 'best': preset must be one of",
-        ("--context", "many"): "--context",
         ("--preset", "h2o,chunk_size=-16"): "chunk_size must be >= 1, got -16",
         ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
         ("--no-such-option",): "--no-such-option",
         ("--device", "tpu"): "device must be cpu or cuda, or one GPU as cuda:1, got 'tpu'",
-        ("--device", "cuda:99"): "device must be cpu, got 'cuda:99': PyTorch finds",
     },
     "compare": {
-        ("--context", 1, "--preset", "exact"): "a window must hold a token to score, got a length",
         ("--prompt-file", "missing.txt"): "--prompt-file takes no --text-file or --context",
     },
     "bench": {
-        ("--lengths", "16,many"): "lengths must be numbers >= 1 .* got '16,many'",
         ("--lengths", "16,0"): "lengths must be numbers >= 1 .* got '16,0'",
     },
     "ablate": {
         ("--chunk-size", "16,"): 'chunk_size must be an int, got ""',
         ("--context", "64,"): "context must be numbers with commas between, got '64,'",
-        ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
-        ("--workers", 2, "--scheduler", "tcp://x:1"): "give one of --scheduler and --workers",
-        ("--scheduler", "x y"): "--scheduler must be a file or an address like .*, got 'x y'",
-        ("--workers", 0): "--workers",
     },
     "retrieve": {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
-        ("--preset", "h2o"): "lengths for variant 'h2o' must be at least two chunks of 1024 tok",
         ("--lengths", "480,many"): "lengths must be numbers with commas between",
     },
     "generate": {
@@ -44,7 +34,6 @@ WRONG = {
         ("words", "--prompt-file", "p.txt"): "give a prompt or --prompt-file, one of the two",
         ("  ",): "prompt must not be empty",
         ("--prompt-file", "missing.txt"): "--prompt-file: no such file",
-        ("words", "--max-new-tokens", 0): "--max-new-tokens",
         ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
         ("words", "--top-k", 3, "--seed", 2**63): "--seed",
         ("words", "--draft-tokens", 5): "--draft-tokens needs --package",

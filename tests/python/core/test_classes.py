@@ -73,6 +73,18 @@ def test_config_copies_whole(duplicate):
     assert (chunks.past(), chunks.num_tokens(), chunks.chunk_size()) == (5, 17, 8)
 
 
+@pytest.mark.parametrize("past", [0, 7])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 17])
+@pytest.mark.parametrize("size", [1, 8, 2**63 - 1])
+def test_chunks_tile_a_call(past, tokens, size):
+    chunks = classes.ChunkManager(past, tokens, size)
+    begins = list(range(past, past + tokens, size))
+    assert [chunks.begin(i) for i in range(chunks.num_chunks())] == begins
+    ends = [*begins[1:], past + tokens][: len(begins)]
+    assert [chunks.end(i) for i in range(chunks.num_chunks())] == ends
+    assert chunks.last_chunk_begin() == (begins[-1] if begins else past)
+
+
 def test_state_tensors_load_with_weights_only():
     qkv = random_qkv(40)
     cache, tracker = make_state()

@@ -67,23 +67,14 @@ def test_a_row_is_what_the_evaluation_finds(ablate, tiny_model, tiny_tokenizer, 
         assert abs(result.delta_percent) > 0.01
         ppl = result.dense.ppl, result.sparse.ppl
         assert (row["dense_ppl"], row["sparse_ppl"]) == pytest.approx(ppl, rel=1e-6)
-        by_window = zip(result.dense.ppl_by_window, result.sparse.ppl_by_window, strict=True)
-        worst = max(100 * (sparse / dense - 1) for dense, sparse in by_window)
-        assert result.worst_percent == pytest.approx(worst)
         for name in ("delta_percent", "stderr_percent", "worst_percent", "kl_mean"):
             assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
         assert row["top1_agreement"] == result.top1_agreement
         assert row["attention_flops_ratio"] == pytest.approx(result.attention_flops_ratio)
-        expected = math.nan if result.recalled_keys is None else result.recalled_keys
-        assert row["recalled_keys"] == pytest.approx(expected, nan_ok=True)
-        assert row["scored_tokens"] == result.scored_tokens
-        assert (row["model"], row["dtype"], row["dataset"]) == ("tiny", "float32", "tale")
-        assert (row["context"], row["windows"]) == (CONTEXT, "0:2")
-        assert row["dense_layers"] == "none" and row["dense_seconds"] > 0
-    table = _csv(tmp_path / "out")
-    assert list(table.columns) == list(frame.columns) == list(COLUMNS)
-    assert sorted(table["sparse_ppl"]) == sorted(frame["sparse_ppl"])
-    assert table["min_prefill"].isna().all()
+        assert math.isnan(row["recalled_keys"]) == (result.recalled_keys is None)
+        what = (row[name] for name in ("model", "dtype", "dataset", "context", "windows"))
+        assert tuple(what) == ("tiny", "float32", "tale", CONTEXT, "0:2")
+    assert list(_csv(tmp_path / "out").columns) == list(frame.columns) == list(COLUMNS)
 
 
 def test_dense_runs_once_and_finished_cells_never_again(ablate, tiny):
@@ -125,33 +116,21 @@ def test_runs_into_one_folder_keep_each_others_rows(ablate, tmp_path):
     assert sorted(map(int, read_rows(path))) == list(range(24))
 
 
-def test_a_cell_that_fails_does_not_stop_the_others(ablate, tiny, tmp_path, monkeypatch):
+def test_a_cell_that_fails_does_not_stop_the_others(ablate, tmp_path, monkeypatch):
     def no_memory(model, config, **options):
         if config.heavy_budget == 0 and config.recall == 2:
             raise RuntimeError("no memory\nand a backtrace")
         return prefill_mode(model, config, **options)
 
     prefill_mode = perplexity.prefill_mode
-    with monkeypatch.context() as patch:
+    warned = pytest.warns(UserWarning, match=r"failed, tale 64 .*heavy_budget=0.*: no memory$")
+    refused = pytest.raises(RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0,.*recall=2")
+    with monkeypatch.context() as patch, warned, refused:
         patch.setattr(perplexity, "prefill_mode", no_memory)
-        with (
-            pytest.warns(
-                UserWarning, match=r"a cell failed, tale 64 .*heavy_budget=0.*: no memory$"
-            ),
-            pytest.raises(
-                RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0,min_prefill=none,recall=2"
-            ),
-        ):
-            ablate()
+        ablate()
     assert len(_csv(tmp_path / "out")) == 3
     assert len(ablate()) == 4
     assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 2}
-
-    model = tiny.make_model()
-    model.model.norm.weight.data[0] = float("nan")
-    with pytest.warns(UserWarning, match="not finite"), pytest.raises(RuntimeError, match="1 of 1"):
-        ablate({}, model=model)
-    assert len(_csv(tmp_path / "out")) == 4
 
 
 def test_a_table_of_an_older_version_is_kept_and_another_one_refused(ablate, tmp_path, monkeypatch):
@@ -189,22 +168,18 @@ def test_figures_show_the_table(ablate, tmp_path):
         expected = cells["attention_flops_ratio"].agg(lambda ratios: (100 / ratios).mean())
         assert list(flops) == pytest.approx(expected.tolist())
         assert list(loss) == pytest.approx(cells["delta_percent"].mean().tolist())
-        assert "bars: standard errors" in axes.get_legend().texts[-1].get_text()
-    with pytest.raises(ValueError, match="frame must hold at least one row"):
-        plot_ablation(frame[:0], tmp_path / "q.png")
     points = {"flops": [3.0, 1.0, 2.0, 2.0, 4.0], "loss": [8.0, 10.0, 9.0, 8.5, 8.0]}
     assert front(pd.DataFrame(points)).index.tolist() == [1, 3, 0]
 
     frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]}, contexts=[64])
-    named = frame.assign(preset=["h2o", *[None] * 5])
-    (panel,) = plot_ablation(named, tmp_path / "p.svg").axes
+    (panel,) = plot_ablation(frame, tmp_path / "p.svg").axes
     for text in panel.texts:
         column, row = text.get_position()
         cell = (frame["local_window"] == (2, 4, 8)[column]) & (frame["heavy_budget"] == (2, 4)[row])
         (found,) = frame[cell].itertuples()
         assert panel.images[0].get_array()[row, column] == found.kl_mean
-        assert f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n" in text.get_text()
-    assert sum("h2o" in text.get_text() for text in panel.texts) == 1 and len(panel.texts) == 6
+        assert f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}" in text.get_text()
+    assert len(panel.texts) == 6
     # Without one of the cells, or with another setting that varies, the panel is of points.
     for rows in (frame[1:], frame.assign(sink_tokens=range(6))):
         assert not plot_ablation(rows, tmp_path / "p.png").axes[0].images
@@ -232,12 +207,10 @@ def test_what_cannot_be_run_is_said_once_a_reason():
     with pytest.warns(UserWarning) as said:
         grid = build_grid(axes, [64], [BASE])
     assert [(c.chunk_size, c.local_window) for _, c in grid] == [(16, 14)]
+    begin = "left out context=64 chunk_size={} local_window=0 heavy_budget=0"
     empty, by_context = (str(warning.message) for warning in said)
-    assert empty.startswith("left out context=64 chunk_size=16 local_window=0 heavy_budget=0: ")
-    assert "must not all be 0" in empty
-    assert by_context.startswith(
-        "left out context=64 chunk_size=64 local_window=0 heavy_budget=0 and 1 more: "
-    )
+    assert empty.startswith(begin.format(16) + ": ") and "must not all be 0" in empty
+    assert by_context.startswith(begin.format(64) + " and 1 more: ")
     assert "at least two chunks of 64" in by_context
 
 
@@ -267,8 +240,9 @@ def test_rows_have_the_name_of_their_settings(ablate, tiny):
     given["datasets"] = [Corpus("tale", tiny.SENTENCE * 60, "tale.txt")]
     model = tiny.make_model(max_position_embeddings=2048)
     frame = ablate({"chunk_size": [768, 1024]}, model=model, **given)
-    names = [f"{name},chunk_size=768" for name in ("h2o", "recommended")]
-    assert sorted(frame["preset"]) == ["h2o", names[0], "recommended", names[1]]
+    names = [name + size for name in ("h2o", "recommended") for size in ("", ",chunk_size=768")]
+    assert sorted(frame["preset"]) == names
     assert ablation_table(frame).columns[0].header == "chunk\nsize"
+    # A preset stands for the settings, if every row has one.
     named = ablation_table(frame[frame["chunk_size"] == 1024])
     assert [column.header for column in named.columns][:2] == ["preset", "dense"]

@@ -1,6 +1,5 @@
 """Errors of sparse attention, layer by layer, against softmaxes over all pairs of positions."""
 
-import math
 from functools import partial
 
 import pytest
@@ -32,15 +31,13 @@ def _layer(query_heads=6, kv_heads=2):
 
 
 def _brute_force(layer, config, options=PLAIN):
-    """Return |sparse - dense| and |dense| [Hq, T] and the dense mass on visible keys [Hq, T].
-
-    With the unit matrix as values, attention returns its weights: over all pairs at once.
-    """
+    """Return |sparse - dense| and |dense| [Hq, T] and the dense mass on visible keys [Hq, T]."""
     q, k, v = (x.double() for x in layer)
     scale, sinks, softcap = options
     lists = lexical_recall(PROMPT, 0, config) if config.recall else (None, None, None)
     logits = {"scale": scale, "sinks": sinks, "softcap": softcap}
     attend = partial(reference.ops.chunked_sparse_attention, settings=config, **logits)
+    # With the unit matrix as values, attention returns its weights: over all pairs at once.
     unit = torch.eye(LENGTH, dtype=torch.float64).expand(1, k.shape[1], -1, -1)
     sparse = attend(q, k, v, None, None, *lists, 0)[0][0]
     visible = attend(q, k, unit, None, None, *lists, 0)[0][0] > 0
@@ -57,16 +54,13 @@ def _by_chunk(rows):
 @pytest.mark.parametrize(
     ("changes", "heads", "options"),
     [
-        ({}, (6, 2), PLAIN),
         ({}, (4, 4), (0.9, None, 0.0)),
-        ({}, (4, 1), (0.9, None, 0.0)),
+        ({}, (4, 1), PLAIN),
         ({}, (6, 2), (None, SINKS, 1.5)),
         ({"sink_tokens": 2, "gqa_reduce": "max"}, (6, 2), PLAIN),
-        ({"dense_tail": 12}, (6, 2), PLAIN),
         ({"dense_tail": 100}, (6, 2), PLAIN),
-        ({"recall": 2}, (6, 2), PLAIN),
         ({"recall": 1, "dense_tail": 5}, (6, 2), PLAIN),
-        ({"local_window": 30, "heavy_budget": 40}, (6, 2), PLAIN),
+        ({"local_window": 30, "heavy_budget": 80}, (6, 2), PLAIN),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the memory set")
@@ -77,14 +71,6 @@ def test_a_layer_against_softmaxes_over_all_pairs(changes, heads, options):
     found = measure_layer(*layer, config, find_recalled(PROMPT, config), options)
     for ours, theirs in zip(found, expected, strict=False):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
-
-
-def test_16_bit_inputs_are_measured_without_their_rounding():
-    layer = [x.to(torch.bfloat16) for x in _layer()]
-    found = measure_layer(*layer, CONFIG)
-    exact = measure_layer(*(x.float() for x in layer), CONFIG)
-    assert torch.equal(found.difference, exact.difference)
-    assert found.difference[0].amax() < 1e-5 * found.size[0].amin()
 
 
 def test_memory_stays_bounded():
@@ -122,24 +108,11 @@ def test_a_model_against_softmaxes_over_all_pairs(tiny_model):
         assert measures.jaccard[(chunk, *head)].item() == expected
 
     values = measures.to_dict()
-    assert [row["end"] for row in values["by_chunk"]] == list(ENDS)
     assert [row["jaccard_mean"] for row in values["by_chunk"][:2]] == [None, None]
     # Chunk 2 attends to the set after chunk 1, chunk 1 to that after chunk 0.
     third = values["by_chunk"][2]
     assert third["jaccard_mean"] == pytest.approx(measures.jaccard[0].mean().item())
     assert third["l1_error_mean"] == pytest.approx(measures.l1_error_by_chunk[2].mean().item())
-
-
-@pytest.mark.parametrize(("chunk_size", "heavy_budget"), [(LENGTH, 4), (2 * LENGTH, 4), (16, 80)])
-@pytest.mark.filterwarnings("ignore:the memory set")
-def test_one_chunk_and_a_memory_of_everything_are_exact(tiny_model, chunk_size, heavy_budget):
-    config = PrefillConfig(chunk_size=chunk_size, local_window=4, heavy_budget=heavy_budget)
-    measures = measure_attention(tiny_model, PROMPT[0], config)
-    assert measures.l1_error.amax() < 1e-5
-    torch.testing.assert_close(measures.mass_recall, torch.ones(2, 4))
-    summary = measures.to_dict()["summary"]
-    assert summary["mass_recall_mean"] == pytest.approx(1)
-    assert math.isnan(summary["jaccard_mean"]) == (len(measures.chunk_ends) == 1)
 
 
 def test_dense_and_uneven_layers(tiny, tiny_model):
@@ -163,12 +136,8 @@ def test_dense_and_uneven_layers(tiny, tiny_model):
     assert values["summary"]["l1_error_worst"]["value"] == pytest.approx(known.amax().item())
 
 
-def test_progress_and_the_model_is_left_as_it_was(tiny_model):
-    steps = []
+def test_a_model_is_left_as_it_was(tiny_model):
     tiny_model.train()
-    measure_attention(tiny_model, PROMPT, CONFIG, on_progress=lambda *step: steps.append(step))
-    names = [f"attention of layer {layer}" for layer in (0, 1)]
-    assert steps == [(0, 2, names[0]), (1, 2, names[1]), (2, 2, "done")]
 
     def fail(done, total, what):
         if done == 1:

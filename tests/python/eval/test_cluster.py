@@ -1,13 +1,7 @@
 """Pieces of evaluations on workers of Dask: the same results, whatever becomes of the workers."""
 
 import contextlib
-import importlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +14,6 @@ from h2o_prefill.generation import Corpus, load_model
 pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")
 
-ROOT = Path(__file__).parents[3]
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 GRID = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
 TIMES = ["dense_seconds", "sparse_seconds"]
@@ -112,14 +105,6 @@ def test_a_worker_with_another_model_or_version_is_refused(
         run(workers)
 
 
-def test_what_a_worker_keeps_is_made_once_for_a_key():
-    made = []
-    held = clusters.LoadedModel(None, None)
-    for key in ("a", "a", "b", "a"):
-        assert held.once(key, lambda key=key: made.append(key) or key) == key
-    assert made == ["a", "b", "a"]
-
-
 def test_a_lost_scheduler_is_an_error_at_once(model_folder):
     with _local_client(1) as connection:
         workers = clusters.ModelCluster(connection, model_folder, threads=1)
@@ -136,31 +121,3 @@ def test_a_lost_scheduler_is_an_error_at_once(model_folder):
 def _nap(held, shared, piece):
     time.sleep(0.2)
     return torch.get_num_threads()
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_cells_and_ends_the_workers(model_folder, corpus, tmp_path):
-    (tmp_path / "tale").write_text(corpus.text)
-    table = tmp_path / "there" / "perplexity_ablation.csv"
-    text = ["--text-file", str(tmp_path / "tale"), "--context", "512", "--local-window", "4"]
-    text += ["--heavy-budget", ",".join(map(str, range(60))), "--chunk-size", "64"]
-    command = ["ablate", "--model", model_folder, "--threads", "1", "--windows", "0:4", *text]
-    command += ["--preset", "h2o", "--no-plot", "--output", str(table.parent), "--workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "h2o_prefill_cli", *command],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    while process.poll() is None and not (table.exists() and table.read_text().count("\n") > 2):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in said, said
-    assert "dashboard of 2 workers: http://127.0.0.1" in said
-    assert "finished cells are kept" in said.splitlines()[-1]
-    psutil = importlib.import_module("psutil")
-    left = [one for one in psutil.process_iter() if os.getsid(one.pid) == process.pid]
-    assert psutil.wait_procs(left, timeout=20)[1] == []

@@ -49,8 +49,8 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model, ids):
         lambda module, args, output: rows.append(output.shape[1])
     )
     logits, seconds = forward(ids)
-    assert forward.prefill(ids) > 0
-    assert [tuple(call.shape) for call in calls] == [(1, 40)] * 2 and seconds > 0
+    assert min(seconds, forward.prefill(ids)) > 0
+    assert [tuple(call.shape) for call in calls] == [(1, 40)] * 2
     assert rows == [1, 1]
     assert not tiny_model.base_model._forward_hooks
     tiny_model.lm_head._forward_hooks.clear()
@@ -59,13 +59,13 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["softcapped", "only logits"])
-def test_other_models_keep_their_full_logits(tiny_model, ids, kind):
-    model = _Softcapped(tiny_model) if kind == "softcapped" else _OnlyLogits(257, 257)
+@pytest.mark.parametrize("softcapped", [True, False])
+def test_other_models_keep_their_full_logits(tiny_model, ids, softcapped):
+    model = _Softcapped(tiny_model) if softcapped else _OnlyLogits(257, 257)
     forward = PromptForward(model)
     logits, _ = forward(ids)
     torch.testing.assert_close(logits.slice(0, 40), model(ids)[0])
     rows = []
     model.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
     forward.prefill(ids)
-    assert rows == [1 if kind == "softcapped" else 40]
+    assert rows == [1 if softcapped else 40]

@@ -59,11 +59,7 @@ def test_both_runs_equal_the_model_called_directly(tiny_model):
     report = json.loads(format_json(perplexity_report(result, model="tiny", dtype="float32")))
     expected = {"model": "tiny", "windows": [1, 2], "chunk_size": 16}
     assert report["config"].items() >= expected.items()
-    for name in ("dense", "sparse"):
-        assert {"ppl", "ppl_by_chunk", "seconds"} <= set(report[name])
-        assert len(report[name]["ppl_by_chunk"]) == 4
     assert report["dense"]["ppl"] == result.dense.ppl
-    assert report["environment"]["torch"] == torch.__version__
 
 
 def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model):

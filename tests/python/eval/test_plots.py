@@ -1,12 +1,11 @@
 """The figures of memory sets and of errors by layer."""
 
-import dataclasses
 import math
 
 import torch
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import measure_attention, plots
+from h2o_prefill.eval import plots
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
@@ -38,18 +37,3 @@ def test_the_figures_show_the_arrays(tiny, tmp_path):
     assert error.images[0].get_array().mask.tolist() == absent
     for axes, values in ((error, measures.l1_error), (mass, measures.mass_recall)):
         torch.testing.assert_close(_shown(axes), 100 * values, equal_nan=True)
-
-
-def test_long_prompts_show_the_most_of_several_positions(tiny_model, tmp_path):
-    measures = dataclasses.replace(
-        measure_attention(tiny_model, PROMPT, CONFIG),
-        config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=3),
-        memory=torch.arange(3, dtype=torch.int32).expand(16, 40, 2, 3),
-        layers=tuple(range(40)),
-        kv_heads=(2,) * 40,
-        chunk_ends=tuple(128 * (chunk + 1) for chunk in range(16)),
-    )
-    panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "").axes
-    # 2048 positions in 1024 columns: the three that are held fill two of them.
-    shown = _shown(panel)
-    assert shown.shape == (40, 1024) and shown[0, :4].tolist() == [1, 1, 0, 0]

@@ -17,17 +17,11 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
 
 
-def test_environment_names_versions_machine_and_build():
+def test_reports_name_versions_machine_build_and_kernels():
     facts = report.environment()
-    assert facts["threads"] == torch.get_num_threads()
+    assert facts["threads"] == torch.get_num_threads() and facts["cpu"]
     assert facts["library"]["torch"] in facts["torch"]
-    assert facts["cpu"]
-    assert json.loads(json.dumps(facts)) == facts
-
-
-def test_operators_have_cpu_kernels():
     operators = report.operators()
-    assert "cpu" in operators["chunked_sparse_attention"]
     assert all(devices for devices in operators.values())
     # Others are some of PyTorch's own operators on CUDA.
     kernels = {"lexical_recall", "select_memory", *(x for x in operators if "_attention" in x)}
@@ -36,14 +30,13 @@ def test_operators_have_cpu_kernels():
     assert with_cuda == (kernels if torch.ops.h2o_prefill.has_cuda() else set())
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_linear_attention_has_kernels_but_for_float64(name, causal):
+def test_linear_attention_has_kernels_but_for_float64(name):
     q, k, v = make_qkv(Shape(1, 2, 1, 20, 64, 8), getattr(torch, name))
     q.requires_grad_()
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as run:
-        out, _, _ = ops.chunkwise_linear_attention(q, k, v, causal=causal)
+        out, _, _ = ops.chunkwise_linear_attention(q, k, v)
         out.sum().backward()
     # Kernels multiply without PyTorch's products.
     composed = any(event.key == "aten::matmul" for event in run.key_averages())

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
@@ -74,12 +75,9 @@ def test_scores_the_file_and_the_heat_map(reader, tiny_tokenizer, tmp_path):
     result = _run(reader, tiny_tokenizer, on_progress=lambda *step: steps.append(step), **settings)
     assert [step[0] for step in steps] == list(range(49)) and {step[1] for step in steps} == {48}
     assert steps[0][2] == "single 900 0 % dense" and steps[7][2] == "single 900 100 % small"
-    rows = list(result.summary.itertuples())
-    keys = [(row.task, row.length, row.variant) for row in rows]
-    assert keys[:4] == [("single", 900, name) for name in ("dense", *VARIANTS)] + [
-        ("single", 1200, "dense")
-    ]
-    for row in rows:
+    keys = zip(*(result.summary[name] for name in ("task", "length", "variant")), strict=True)
+    assert list(keys) == list(product(settings["tasks"], (900, 1200), ("dense", *VARIANTS)))
+    for row in result.summary.itertuples():
         assert (row.prompts, row.dense_solved) == (4, 4)
         share = 1 if row.variant == "dense" else 0.5
         assert (row.accuracy, row.kept) == (share, share)
@@ -90,23 +88,15 @@ def test_scores_the_file_and_the_heat_map(reader, tiny_tokenizer, tmp_path):
         expected = {"dense": 1, "small": outcome.depth / 100, "recall": outcome.depth / 100}
         assert outcome.scores == expected
     assert len({outcome.seed for outcome in result.outcomes}) == 16
-    first = {**settings, "tasks": ["single"], "lengths": [900], "question": "first"}
-    again = _run(reader, tiny_tokenizer, **first)
-    assert [o.answers for o in again.outcomes] == [o.answers for o in result.outcomes[:4]]
-
     report = json.loads(format_json(retrieval_report(result, model="reader")))
     assert report["config"]["variants"]["recall"]["recall"] == 2
     expected = {"seed": 7, "model": "reader", "text_source": "foxes.txt", "question": "last"}
     assert report["config"].items() >= expected.items()
     assert report["prompts"] == json.loads(json.dumps(asdict(result)["outcomes"]))
-    assert len(report["summary"]) == 12 and "torch" in report["environment"]
 
     (axes,) = plot_retrieval(result, tmp_path / "r.png", "title").axes
     # Tasks and depths by prefill and length.
     assert axes.images[0].get_array().tolist() == [[1, 1] + 4 * [depth] for depth in (0, 1, 0, 1)]
-    # A cell without a prompt stays empty.
-    (axes,) = plot_retrieval(replace(result, outcomes=result.outcomes[2:]), tmp_path / "r.png").axes
-    assert [text.get_text() for text in axes.texts].count("") == 3
 
 
 def test_answers_are_what_the_model_generates_after_each_prefill(model, tiny_tokenizer):
@@ -142,19 +132,13 @@ def test_answers_are_what_the_model_generates_after_each_prefill(model, tiny_tok
     for name, config in VARIANTS.items():
         with h2o_prefill.enable(model, config):
             spoken[name] = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert outcome.outputs == {
-        name: tiny_tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
-        for name, ids in spoken.items()
-    }
+    for name, ids in spoken.items():
+        answer = tiny_tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
+        assert outcome.outputs[name] == answer
     assert outcome.outputs["dense"] != outcome.outputs["small"], "the variant was not sparse"
 
-    # One call over prompt and answer gives the log-probability of the expected answer.
     answer = tiny_tokenizer(f" {outcome.answers[0]}", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        logits = model(torch.cat([prompt, answer], dim=1)).logits[0, -answer.shape[1] - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, answer.T).mean()
-    assert outcome.log_probs["dense"] == pytest.approx(float(expected), rel=1e-4)
-    for name, config in VARIANTS.items():
+    for name, config in {"dense": "exact", **VARIANTS}.items():
         # Decoding appends token by token to what the sparse call left.
         options = {"use_cache": True, **cache_argument(model, DynamicCache(config=model.config))}
         with h2o_prefill.enable(model, config), torch.no_grad():

@@ -30,39 +30,30 @@ HAYSTACK = Haystack(TEXT)
     "task, needles, distractors", [("single", 1, 0), ("multi_key", 1, 3), ("multi_value", 4, 0)]
 )
 def test_answers_are_in_the_needles_and_nowhere_else(task, needles, distractors):
-    for seed in range(3):
-        riddle = TASKS[task].make(random.Random(seed), "")
-        assert riddle != TASKS[task].make(random.Random(seed + 100), "")
-        assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
-        assert len(set(riddle.answers)) == needles
-        for answer in riddle.answers:
-            assert answer in " ".join(riddle.needles)
-            for other in (*riddle.distractors, riddle.intro, riddle.question, riddle.lead):
-                assert answer not in other
-        # Text that holds an answer already would give it away.
-        again = TASKS[task].make(random.Random(seed), " ".join(riddle.needles).lower())
-        assert not set(again.answers) & set(riddle.answers)
+    riddle = TASKS[task].make(random.Random(0), "")
+    assert riddle != TASKS[task].make(random.Random(100), "")
+    assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
+    assert len(set(riddle.answers)) == needles
+    others = (*riddle.distractors, riddle.intro, riddle.question, riddle.lead)
+    for answer in riddle.answers:
+        assert answer in " ".join(riddle.needles) and answer not in " ".join(others)
+    # Text that holds an answer already would give it away.
+    again = TASKS[task].make(random.Random(0), " ".join(riddle.needles).lower())
+    assert not set(again.answers) & set(riddle.answers)
 
 
 def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence():
     haystack = Haystack(SENTENCES)
     assert len(haystack) == 18
-    for depth, before in (
-        (0, ""),
-        (10, "It rained. "),
-        (25, "It rained. He said: no! "),
-        (100, SENTENCES.removesuffix("Last")),
-    ):
+    begins = {0: "", 10: "It rained. ", 25: "It rained. He said: no! "}
+    for depth, before in {**begins, 100: SENTENCES.removesuffix("Last")}.items():
         piece = haystack.piece(0, 18, [(depth, "NEEDLE.")])
         assert piece == f"{before}NEEDLE. {SENTENCES[len(before) :]}"
     piece = haystack.piece(2, 8, [(100, "C."), (0, "A."), (100, "D."), (40, "B.")])
     assert piece == 'A. He said: no! B. (She knew.) "Well?" A line\nC. D.'
-    assert Haystack("One. Two.").piece(0, 2, [(100, "C.")]) == "One. Two. C."
-    assert Haystack("One. Two.").piece(0, 0, [(50, "C.")]) == "C."
     # Pieces begin with a sentence and have room.
     begins = {haystack.draw_begin(random.Random(seed), 11) for seed in range(60)}
     assert begins == {0, 2, 5, 7}
-    assert {haystack.draw_begin(random.Random(seed), 99) for seed in range(9)} == {0}
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -99,5 +90,5 @@ def test_length_and_frame(tiny, task, chat):
     first, last = (str(tokenizer.decode(build("last", depth=x).input_ids[0])) for x in (0, 100))
     assert first.partition(riddle.needles[0])[0].endswith(f"{riddle.intro}\n")
     assert len(last.partition(riddle.needles[-1])[2].partition("\n")[0]) < 120
-    assert build("last").input_ids.tolist() == build("last").input_ids.tolist()
-    assert build("last").input_ids.tolist() != build("last", seed=6).input_ids.tolist()
+    drawn = [build("last", seed=seed).input_ids.tolist() for seed in (9, 9, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]

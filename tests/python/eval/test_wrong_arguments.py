@@ -23,7 +23,9 @@ def _ids(*shape):
     return torch.ones(shape, dtype=torch.int64)
 
 
+MASK = _ids(1, 64)
 PROMPT = {"input_ids": _ids(64), "chunk_config": CONFIG}
+COMPARED = {"inputs": _ids(64), "config": CONFIG}
 RUNS = {"seq_lengths": [32], "chunk_config": CONFIG}
 EVALUATIONS = {
     "perplexity": (evaluation.evaluate_perplexity, ONE),
@@ -31,13 +33,13 @@ EVALUATIONS = {
     "retrieval": (evaluation.evaluate_retrieval, NEEDLES),
     "attention": (evaluation.measure_attention, PROMPT),
     "patterns": (evaluation.visualize_attention_patterns, PROMPT),
+    "compare": (h2o_prefill.compare, COMPARED),
     "throughput": (evaluation.benchmark_throughput, {**RUNS, "num_runs": 1}),
     "memory": (evaluation.profile_memory, RUNS),
 }
 LENGTHS = [
     ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),
     ({"seq_lengths": [32, 0]}, "seq_lengths must be >= 1 and an int, got 0"),
-    ({"seq_lengths": [32.0]}, "seq_lengths must be >= 1 and an int, got 32.0"),
     ({"seq_lengths": [32, 513]}, "seq_lengths must be <= 512, the longest .* got 513"),
 ]
 
@@ -48,8 +50,6 @@ WRONG = {
         ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
         ({"dataset": " \n"}, "dataset must not be empty text"),
         ({"tokenizer": None}, "a tokenizer must be given"),
-        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
-        ({"dataset": _ids(300) * 257}, r"input_ids must be in \[0, 257\), got 257"),
         ({"dataset": _ids(300) - 2}, r"input_ids must be in \[0, 257\), got -1"),
     ],
     "ablation": [
@@ -61,27 +61,20 @@ WRONG = {
         ({"base": []}, r"base must be a sequence of at least one value, got \[\]"),
         ({"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
         ({"output": __file__}, "output must be a folder, got the file"),
-        ({"tokenizer": None}, "tokenizer must be given"),
     ],
     "retrieval": [
         ({"tasks": ["cwe"]}, r"tasks must be of \('single', .* got 'cwe'"),
         ({"lengths": [480, 480]}, r"lengths must hold .* each once, got \[480, 480\]"),
-        (
-            {"lengths": [31]},
-            "lengths for variant 'small' must be at least two chunks of 16 tokens.*got 31",
-        ),
+        ({"lengths": [31]}, "variant 'small' must be at least two chunks of 16 tokens.*got 31"),
         ({"lengths": [200]}, "lengths must be >= 3.. for task 'single', .* got 200"),
-        ({"lengths": [480, 513]}, "lengths must be <= 512, the longest .* got 513"),
         ({"depths": [50, 101]}, "depths must be percentages from 0 to 100, got .50, 101."),
         ({"prompts_per_cell": 0}, "prompts_per_cell must be >= 1 and an int, got 0"),
         ({"question": "middle"}, r"question must be one of \('last', 'first'\), got 'middle'"),
-        ({"tokenizer": None}, "tokenizer must be given"),
         ({"haystack": TEXT.text[:60]}, "text must be longer for lengths of 480 tokens"),
         ({"variants": {"dense": CONFIG}}, "variants must not be named 'dense'"),
     ],
     "attention": [
         ({"input_ids": _ids(1)}, "input_ids must hold at least two tokens, got 1"),
-        ({"input_ids": _ids(64) * 257}, r"input_ids must be in \[0, 257\), got 257"),
         ({"input_ids": _ids(1, 513)}, "input_ids must be <= 512, .* got 513"),
         ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
         ({"chunk_config": CONFIG.replace(dense_layers=(7,))}, r"dense_layers must be < 2, got \(7"),
@@ -91,9 +84,19 @@ WRONG = {
         ({"output_dir": __file__}, r"output_dir must be a folder, got the file '.*py'"),
         ({"figure_format": "gif"}, "figure_format must be one of png, svg, pdf, got 'gif'"),
     ],
+    "compare": [
+        ({"inputs": _ids(512)}, "prompt and new tokens must be <= 512, .* got 528"),
+        ({"inputs": "a text", "tokenizer": None}, "inputs is text, so a tokenizer must be given"),
+        ({"inputs": None}, "either input_ids or inputs_embeds must be given"),
+        ({"inputs": {"input_ids": MASK, "attention_mask": MASK.tril()}}, "without padding"),
+        ({"inputs": MASK * 257}, r"input_ids must be in \[0, 257\), got 257 .of another"),
+        ({"inputs": [1], "config": "exact"}, "a window must hold a token to score, got a length"),
+        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
+        ({"max_new_tokens": True}, "max_new_tokens must be >= 1 and an int, got True"),
+        ({"config": "best"}, "preset must be one of"),
+    ],
     "throughput": [
         *LENGTHS,
-        ({"num_runs": 0}, "num_runs must be >= 1 and an int, got 0"),
         ({"num_runs": True}, "num_runs must be >= 1 and an int, got True"),
     ],
     "memory": LENGTHS,
@@ -128,13 +131,14 @@ def test_wrong_arguments_are_refused(evaluate, tmp_path, name, changes, message)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_models_that_are_sparse_or_cannot_be_are_refused(evaluate, tiny_model, tmp_path, name):
     already = pytest.raises(ValueError, match=r"model must have .*under h2o_prefill.enable\(\)")
-    with h2o_prefill.enable(tiny_model, CONFIG), already:
-        evaluate(name)
+    if name != "compare":  # which switches it off and on again
+        with h2o_prefill.enable(tiny_model, CONFIG), already:
+            evaluate(name)
     assert not (tmp_path / "out").exists()
     for layer in tiny_model.model.layers:
         layer.self_attn.is_causal = False
     message = "no layer of LlamaForCausalLM can be sparse"
-    warns = name in ("perplexity", "ablation")
+    warns = name in ("perplexity", "ablation", "compare")
     refused = pytest.raises(NotImplementedError, match=message)
     with pytest.warns(UserWarning, match=message) if warns else refused:
         evaluate(name)
@@ -145,6 +149,6 @@ def test_models_that_are_sparse_or_cannot_be_are_refused(evaluate, tiny_model, t
 def test_models_without_weights_or_logits_are_refused(evaluate, tiny, name):
     with pytest.raises(ValueError, match="model must have weights, got one on the meta device"):
         evaluate(name, tiny.make_model().to("meta"))
-    if name in ("perplexity", "ablation"):
+    if name in ("perplexity", "ablation", "compare"):
         with pytest.raises(ValueError, match="a head that returns logits, got BaseModelOutput"):
             evaluate(name, tiny.make_model().model)

@@ -1,20 +1,12 @@
 """Sampling: the tokens that transformers draws from the same logits and random numbers."""
 
-import pytest
 import torch
 
 from h2o_prefill.generation.generate import Sampling, generate_timed
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0.7, seed=3),
-        Sampling(top_k=5, seed=4),
-        Sampling(temperature=1.5, top_k=20, top_p=0.6, seed=5),
-    ],
-)
-def test_a_model_and_a_package_draw_the_same(tiny, tiny_model, tiny_tokenizer, sampling):
+def test_a_model_and_a_package_draw_the_same(tiny, tiny_model, tiny_tokenizer):
+    sampling = Sampling(temperature=1.5, top_k=20, top_p=0.6, seed=5)
     ids = tiny_tokenizer(tiny.SENTENCE, return_tensors="pt").input_ids
     texts = []
     generate_timed(tiny_model, tiny_tokenizer, ids, 12, texts.append, sampling=sampling)

@@ -21,19 +21,16 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "models"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder, dtype):
-    model, tokenizer = load_model(str(model_folder), dtype)
-    assert model.dtype == torch.bfloat16
+def test_a_folder_gives_a_dense_model_in_eval_mode(tiny, model_folder):
+    model, tokenizer = load_model(str(model_folder), "bfloat16")
+    assert model.dtype == torch.bfloat16 and not model.training
     assert model.config._attn_implementation == "sdpa"
-    assert not model.training
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
 def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
-    for dtype in ("float64", "int8", torch.int32):
-        with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
-            load_model("anything", dtype)
+    with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
+        load_model("anything", "float64")
     for name in ("./nowhere", "/no/such/folder", "missing.gguf", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="model: no such file or folder"):
             load_model(name)
@@ -50,14 +47,16 @@ def test_what_is_no_model_is_refused_at_once(tmp_path, monkeypatch):
 
 
 def test_cache_dir_order(monkeypatch, tmp_path):
-    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("H2O_PREFILL_CACHE")
-    assert cache_dir() == tmp_path / "xdg" / "h2o_prefill"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "h2o_prefill"
+    places = {
+        "H2O_PREFILL_CACHE": "",
+        "XDG_CACHE_HOME": "h2o_prefill",
+        "HOME": ".cache/h2o_prefill",
+    }
+    for name in places:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name, inside in places.items():
+        assert cache_dir() == tmp_path / name / inside
+        monkeypatch.delenv(name)
 
 
 def _refused(folder, message):
@@ -73,21 +72,12 @@ def _with_config(**changes):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("model.safetensors", lambda x: x[:-1000], "incomplete download"),
         *(
-            (
-                "model.safetensors",
-                lambda x, share=share: x[: int(share * len(x))],
-                "incomplete down",
-            )
-            for share in (0, 0.001, 0.5, 0.999)
-        ),
-        *(
-            (name, lambda x, text=text: text, "cannot load '.*', incomplete download")
+            (name, lambda x: b"{", "cannot load '.*', incomplete download")
             for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
-            for text in (b"", b"{", b"[]", b"\xff")
         ),
         ("tokenizer.json", None, "cannot load .*tokenizer"),
-        ("config.json", _with_config(num_hidden_layers=3), "missing or have other shapes, first "),
         ("config.json", _with_config(hidden_size=32), "missing or have other shapes, first "),
         ("config.json", _with_config(model_type="abacus"), "cannot load '.*abacus"),
     ],
@@ -114,15 +104,9 @@ def _write_gguf(file, architecture):
     return file
 
 
-@pytest.mark.parametrize("size", [0, 3, 30, 2000])
-def test_a_cut_gguf_file(tmp_path, cache, size):
-    file = _write_gguf(tmp_path / "model.gguf", "llama")
-    file.write_bytes(file.read_bytes()[:size])
-    _refused(file, r"cannot read '.*model\.gguf', incomplete download")
-    assert list(cache.iterdir()) == []
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_whole_gguf_file_that_transformers_cannot_read(tmp_path):
+def test_gguf_files_that_are_cut_or_that_transformers_cannot_read(tmp_path, cache):
     file = _write_gguf(tmp_path / "model.gguf", "perceptron")
     _refused(file, r"model\.gguf', .*\(.*perceptron")
+    file.write_bytes(file.read_bytes()[:2000])
+    _refused(file, r"cannot read '.*model\.gguf', incomplete download")
+    assert list(cache.iterdir()) == []

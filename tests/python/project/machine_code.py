@@ -7,9 +7,6 @@ LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\S*)\s*(.*?
 REGISTER = re.compile(r"\bR(\d+)\b")
 PRODUCT = re.compile(r"HGMMA\.\d+x(\d+)x")
 TARGET = re.compile(r"(.*)\b0x([0-9a-f]+)")
-# So many of these make a loop one of a kernel's main ones: products on tensor cores, and copies.
-MAIN = 8
-COUNTED = ("HGMMA", "HMMA", "LDGSTS")
 # Added to the number of a register that a product under way reads, not writes.
 READ = 256
 
@@ -52,42 +49,6 @@ class MachineCode:
             seen.update(new)
             waiting += new
         return seen
-
-    def loops(self) -> dict[int, set[int]]:
-        """Return the instructions of each loop by where it begins, with the loops inside of it."""
-        before: list[list[int]] = [[] for _ in self.next]
-        for i, following in enumerate(self.next):
-            for j in following:
-                before[j].append(i)
-        loops: dict[int, set[int]] = {}
-        path, seen, stack = {0}, {0}, [(0, iter(self.next[0]))]
-        while stack:
-            i, following = stack[-1]
-            if (j := next(following, None)) is None:
-                path.discard(i)
-                stack.pop()
-            elif j in path:
-                body, waiting = loops.setdefault(j, {j}), [i]
-                while waiting:
-                    if (k := waiting.pop()) not in body:
-                        body.add(k)
-                        waiting += before[k]
-            elif j not in seen:
-                path.add(j)
-                seen.add(j)
-                stack.append((j, iter(self.next[j])))
-        return loops
-
-    def main_loops(self) -> list[int]:
-        """Return how many instructions, without inner loops, each main loop has."""
-        loops = self.loops()
-        found = []
-        for begin, body in sorted(loops.items()):
-            inner = (other for start, other in loops.items() if start != begin and start in body)
-            own = body.difference(*inner)
-            if sum(self.operations[i].startswith(COUNTED) for i in own) >= MAIN:
-                found.append(len(own))
-        return found
 
     def registers(self, i: int) -> set[int]:
         """Return the registers that an instruction names, and those after them that it takes."""

@@ -1,6 +1,6 @@
-"""Compiles the CUDA kernels, reads what ptxas says of each, and counts the instructions of loops.
+"""Compiles the CUDA kernels and reads what ptxas says of each.
 
-As a program it writes the table of both anew: python tests/python/project/ptxas_report.py
+As a program it writes the table of registers anew: python tests/python/project/ptxas_report.py
 """
 
 import importlib.util
@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine_code import MachineCode
-
 CSRC = Path(__file__).parents[3] / "csrc"
 BUDGET = Path(__file__).parent / "register_budget.json"
 
@@ -27,9 +25,6 @@ ARCHS = {
 }  # fmt: skip
 # Bytes that a kernel may spill.
 SPILLED = {"sm_100 alone": 16, "sm_120 alone": 32}
-# Whose main loops are counted, and by how much one may grow.
-COUNTED = ("sm_80", "sm_90a")
-GROWTH = 1.03
 PROCESSES = 2
 
 _SERIALISED = re.compile(r"C75(?:08|10|12|14)\b.*")
@@ -48,7 +43,6 @@ class Kernel:
     stack: int
     spill_stores: int
     spill_loads: int
-    loops: tuple[int, ...]  # instructions of each, if counted
 
     @property
     def family(self) -> str:
@@ -96,22 +90,6 @@ def disassemble(cuobjdump: str, path: Path) -> dict[str, str]:
     return {function.split("\n")[0]: function for function in functions}
 
 
-def loops_of(arch: str) -> str:
-    """Return the name of the column of loops."""
-    return f"loops of {arch}"
-
-
-def main_loops(compiled: list[Compiled], arch: str) -> dict[str, list[list[int]]]:
-    """Return the main loops of each kernel of a family, where dtypes are alike."""
-    longest: dict[str, dict[str, list[int]]] = {}
-    for kernel in (kernel for each in compiled for kernel in each.kernels):
-        if kernel.loops and kernel.arch == arch:
-            of_family = longest.setdefault(kernel.family, {})
-            name = re.sub(r"DTypeE\d", "", kernel.mangled)
-            of_family[name] = max(of_family.get(name, []), list(kernel.loops))
-    return {name: [row[key] for key in sorted(row)] for name, row in longest.items()}
-
-
 def known_archs(nvcc: str) -> list[str]:
     """Return the `ARCHS` that a compiler knows."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
@@ -141,7 +119,7 @@ def family(mangled: str) -> str:
     return f"{name}<{', '.join(numbers)}>" if numbers else name
 
 
-def parse(output: str, arch: str, loops: dict[str, tuple[int, ...]]) -> tuple[Kernel, ...]:
+def parse(output: str, arch: str) -> tuple[Kernel, ...]:
     """Read the kernels from the output of `-Xptxas -v`."""
     kernels = []
     for entry in re.split(r"(?=ptxas info\s*: Compiling entry function)", output)[1:]:
@@ -149,7 +127,7 @@ def parse(output: str, arch: str, loops: dict[str, tuple[int, ...]]) -> tuple[Ke
         if name is None or memory is None or registers is None:
             raise ValueError(f"the output of ptxas is not understood:\n{entry}")
         counts = (int(registers[1]), *map(int, memory.groups()))
-        kernels.append(Kernel(name[1], arch, *counts, loops.get(name[1], ())))
+        kernels.append(Kernel(name[1], arch, *counts))
     return tuple(kernels)
 
 
@@ -166,33 +144,24 @@ def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
     output = done.stdout + done.stderr
     if done.returncode:
         return Compiled(source.name, arch, output, (), ())
-    loops = {}
-    if (cuobjdump := find_cuobjdump()) and arch in COUNTED:
-        for name, text in disassemble(cuobjdump, built).items():
-            loops[name] = tuple(MachineCode(text).main_loops())
-    kernels = parse(output, arch, loops)
-    return Compiled(source.name, arch, None, kernels, tuple(_SERIALISED.findall(output)))
+    return Compiled(
+        source.name, arch, None, parse(output, arch), tuple(_SERIALISED.findall(output))
+    )
 
 
 def main() -> None:
     """Write the table from what the kernels take now, rounded up to what the hardware hands out."""
     nvcc = find_nvcc()
-    if nvcc is None or find_cuobjdump() is None:
-        raise SystemExit("nvcc and cuobjdump are needed")
+    if nvcc is None:
+        raise SystemExit("nvcc is needed")
     table: dict[str, dict[str, int]] = {}
-    everything = compile_all(nvcc, known_archs(nvcc))
-    for compiled in everything:
+    for compiled in compile_all(nvcc, known_archs(nvcc)):
         if compiled.error:
             raise SystemExit(compiled.error)
         for kernel in compiled.kernels:
             row = table.setdefault(kernel.family, {})
             row[kernel.arch] = max(row.get(kernel.arch, 0), -(-kernel.registers // 8) * 8)
-    ordered: dict[str, dict[str, object]] = {
-        name: {a: row[a] for a in ARCHS if a in row} for name, row in sorted(table.items())
-    }
-    for arch in COUNTED:
-        for name, loops in main_loops(everything, arch).items():
-            ordered[name][loops_of(arch)] = loops
+    ordered = {name: {a: row[a] for a in ARCHS if a in row} for name, row in sorted(table.items())}
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in ordered.items())
     BUDGET.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 

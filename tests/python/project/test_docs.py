@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import h2o_prefill
-from h2o_prefill import PrefillConfig
 from h2o_prefill.hf import forward, masks, rules
 
 ROOT = Path(__file__).parents[3]
@@ -47,21 +46,6 @@ def words(text):
 def test_the_faq_has_every_reason_for_dense_attention(reason):
     # The text after a semicolon is advice already.
     assert words(reason.split(";")[0]) in words((DOCS / "faq.md").read_text())
-
-
-@pytest.mark.parametrize(
-    "fields", [{"chunk_size": 64, "local_window": 64}, {"local_window": 0, "heavy_budget": 0}]
-)
-def test_the_faq_has_the_advice_on_settings(fields):
-    with pytest.warns(UserWarning, match="memory set") as caught:
-        PrefillConfig(**fields)
-    faq = words((DOCS / "faq.md").read_text())
-    sentence = words(str(caught[0].message))
-    assert any(
-        part in faq
-        for part in ("is not smaller than chunk_size", "(K + L + H = 0)")
-        if part in sentence
-    )
 
 
 def test_the_api_page_has_every_public_name():

@@ -2,12 +2,10 @@
 // its definition, over a list of keys for each row, in float64.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <functional>
 #include <numeric>
-#include <vector>
 
+#include "kernels/masked_softmax.h"
 #include "kernels/rows.h"
 
 namespace h2o_prefill::testing {
@@ -130,17 +128,9 @@ inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t 
   std::vector<double> z;
   for (const int64_t position : keys) {
     const double* const key = in.key_at(b, head / in.group(), position);
-    const double logit = in.scale * std::inner_product(query, query + dim, key, 0.0);
-    z.push_back(in.softcap > 0 ? in.softcap * std::tanh(logit / in.softcap) : logit);
+    z.push_back(capped(in.scale * std::inner_product(query, query + dim, key, 0.0), in.softcap));
   }
   return z;
-}
-
-inline double log_sum_exp(const std::vector<double>& z) {
-  double largest = -HUGE_VAL, sum = 0.0;
-  for (const double x : z) largest = std::max(largest, x);
-  for (const double x : z) sum += std::exp(x - largest);
-  return largest == -HUGE_VAL ? largest : largest + std::log(sum);
 }
 
 struct Expected {
@@ -159,38 +149,26 @@ inline double rounded(DType dtype, double x) {
 inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
   const Heads& query = in.query;
   const DType dtype = query.rows.dtype();
-  const int64_t value_dim = in.value.rows.dim();
   Expected expected;
-  for (int64_t b = 0; b < query.batch; ++b) {
-    for (int64_t head = 0; head < query.heads; ++head) {
-      for (int64_t t = 0; t < query.length; ++t) {
-        const int64_t h = head / in.group();
-        const std::vector<int64_t> keys = visible(b, h, t);
-        const std::vector<double> z = logits(in, b, head, t, keys);
-        std::vector<double> with_sink = z;
-        if (!in.sinks.empty()) with_sink.push_back(in.sinks[head]);
-        const double lse = log_sum_exp(with_sink);
-        const double largest = z.empty() ? 0.0 : *std::max_element(z.begin(), z.end());
-        std::vector<double> probabilities, narrow;
-        for (const double x : z) {
-          probabilities.push_back(std::exp(x - lse));
-          narrow.push_back(rounded(dtype, std::exp(x - largest)));
-        }
-        expected.lse.push_back(lse);
-        std::vector<double> sum(value_dim), narrow_sum(value_dim);
-        for (size_t j = 0; j < keys.size(); ++j) {
-          const double* const v = in.value_at(b, h, keys[j]);
-          for (int64_t d = 0; d < value_dim; ++d) {
-            sum[d] += probabilities[j] * v[d];
-            narrow_sum[d] += narrow[j] * v[d];
-          }
-        }
-        for (int64_t d = 0; d < value_dim; ++d) {
-          expected.out.push_back(sum[d]);
-          expected.same_type.push_back(
-              z.empty() ? 0.0 : rounded(dtype, narrow_sum[d] * std::exp(largest - lse)));
-        }
+  for (int64_t i = 0; i < query.batch * query.heads * query.length; ++i) {
+    const int64_t b = i / query.length / query.heads, head = i / query.length % query.heads;
+    const int64_t t = i % query.length, h = head / in.group();
+    const std::vector<int64_t> keys = visible(b, h, t);
+    const std::vector<double> z = logits(in, b, head, t, keys);
+    const Softmax row = softmax(z, in.sinks.empty() ? -HUGE_VAL : in.sinks[head]);
+    expected.lse.push_back(row.lse);
+    std::vector<double> narrow;
+    for (const double x : z) narrow.push_back(rounded(dtype, std::exp(x - row.largest)));
+    for (int64_t d = 0; d < in.value.rows.dim(); ++d) {
+      double sum = 0.0, narrow_sum = 0.0;
+      for (size_t j = 0; j < keys.size(); ++j) {
+        const double value = in.value_at(b, h, keys[j])[d];
+        sum += row.probabilities[j] * value;
+        narrow_sum += narrow[j] * value;
       }
+      expected.out.push_back(sum);
+      expected.same_type.push_back(
+          z.empty() ? 0.0 : rounded(dtype, narrow_sum * std::exp(row.largest - row.lse)));
     }
   }
   return expected;

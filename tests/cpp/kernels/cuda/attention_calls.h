@@ -22,7 +22,6 @@ struct Kernels {
   std::vector<DType> few_dtypes = {};  // for long cases
   std::vector<int64_t> dims = {};
   std::vector<int64_t> widths = {};  // of memory sets, around the tile of keys
-  std::vector<float> scales = {};
   std::vector<double> softcaps = {};
 };
 

@@ -24,8 +24,7 @@ const Kernels kSm80{"sm80",
                     {DType::kBFloat16, DType::kFloat16, DType::kFloat32},
                     {DType::kBFloat16, DType::kFloat32},
                     {8, 64, 80, 96, 128, 256},
-                    {1, 63, 64, 65, 130, 200},
-                    {-0.3F, 0.0F, 1.0F},
+                    {1, 63, 64, 65, 200},
                     {0.0, 1.5}};
 const Kernels kSm90{"sm90a",
                     launch_attend_forward_sm90,
@@ -35,8 +34,7 @@ const Kernels kSm90{"sm90a",
                     {DType::kBFloat16, DType::kFloat16},
                     {DType::kBFloat16},
                     {8, 56, 104, 128},
-                    {1, 128, 129, 256, 300},
-                    {1.0F},
+                    {1, 128, 129, 300},
                     {0.0}};
 
 void use(const Kernels& kernels) {
@@ -55,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, Attention, ::testing::Values(kSm80, kSm90));
 
 TEST_P(Attention, RowsAroundTheTile) {
   for (const DType dtype : kernels.dtypes) {
-    for (const int64_t rows : {1, 63, 64, 65, 127, 128, 129, 260}) {
+    for (const int64_t rows : {1, 63, 64, 65, 129, 260}) {
       check_causal({dtype, rows, rows}, rows);
       check_causal({dtype, rows, rows + 37}, 0);
     }
@@ -82,7 +80,7 @@ TEST_P(Attention, Chunks) {
 // Shorter than the tiles of rows and of keys, at their edges, and longer than the history.
 TEST_P(Attention, Windows) {
   for (const DType dtype : kernels.few_dtypes) {
-    for (const int64_t window : {1, 5, 64, 100, 129, 1000}) {
+    for (const int64_t window : {1, 64, 100, 1000}) {
       for (const int64_t past : {0, 145}) {
         Call call({dtype, 150, 150 + past, 64, 64, 2});
         call.params.causal.window = window;
@@ -98,22 +96,11 @@ TEST_P(Attention, Windows) {
 TEST_P(Attention, GroupsBatchesAndTransposedViews) {
   for (const DType dtype : kernels.few_dtypes) {
     for (const int64_t group : {1, 3, 4}) {
-      check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40, {.reduce_max = true});
+      // One of three rows counts nothing in the sums.
+      check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40,
+                   {.reduce_max = true, .skip_every = 3});
       check_causal({dtype, 66, 80, 64, 56, 2 * group, 2, 2, /*transposed=*/true}, 40);
       check_causal({dtype, 66, 80, 64, 56, 2 * group, 2, 2, /*transposed=*/true}, 0);
-    }
-  }
-}
-
-TEST_P(Attention, Scales) {
-  for (const DType dtype : kernels.dtypes) {
-    for (const float scale : kernels.scales) {
-      Call call({dtype, 140, 140});
-      call.in.scale = scale;
-      call.params.scale_log2 = call.in.scale_log2();
-      call.attend_causally(100);
-      call.run();
-      call.expect_close(attend(call.in, causal_keys(0, 100)));
     }
   }
 }
@@ -177,14 +164,6 @@ TEST_P(Attention, RowsWithLimits) {
   }
 }
 
-TEST_P(Attention, RowsThatCountNothingInColumnSums) {
-  for (const DType dtype : kernels.dtypes) {
-    for (const int64_t every : {1, 3}) {
-      check_causal({dtype, 140, 140, 64, 64, 2}, 140, {.skip_every = every});
-    }
-  }
-}
-
 TEST_P(Attention, MemorySets) {
   const SumsOptions scattered{.scatter_add = true};
   for (const DType dtype : kernels.few_dtypes) {
@@ -193,7 +172,6 @@ TEST_P(Attention, MemorySets) {
       check_gathered({dtype, 40, 320}, width, width / 2, scattered);
     }
     check_gathered({dtype, 20, 50}, 0, 0);
-    check_gathered({dtype, 20, 50}, 70, 0);
     check_gathered({dtype, 20, 50}, 70, 0, scattered);
     check_gathered({dtype, 130, 300, 128, 128}, 150, 131, scattered);
     check_gathered({dtype, 130, 300, 64, 64, 2}, 290, 131,
@@ -216,12 +194,8 @@ TEST_P(Attention, RecalledKeys) {
          {RecallCase{{dtype, 200, 300}, 64, 64, 100, 70, 50},
           RecallCase{{dtype, 150, 250, 64, 56, 4, 2, 2, true}, 60, 20, 30, 40, 40},
           RecallCase{{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 140, 133},
-          RecallCase{{dtype, 100, 400, 128, 64, 4, 1}, 128, 64, 300, 70, 50},
-          RecallCase{{dtype, 60, 200, 64, 64, 8, 2}, 32, 16, 50, 70, 50},
-          RecallCase{{dtype, 140, 250, 64, 64, 6, 2, 2, true}, 70, 35, 100, 70, 50},
-          RecallCase{{dtype, 100, 300, 128, 72, 7, 1}, 96, 32, 200, 70, 50},
+          RecallCase{{dtype, 100, 400, 128, 72, 7, 1}, 96, 32, 300, 70, 50},
           RecallCase{{dtype, 150, 220, widest, 64}, 150, 150, 200, 70, 0},
-          RecallCase{{dtype, 70, 170}, 70, 35, 150, 0, 0},
           RecallCase{{dtype, 70, 170, 128, 128, 2, 1}, 70, 35, 150, 0, 0}}) {
       RecallCalls(x).check();
     }
@@ -276,24 +250,13 @@ TEST_P(Attention, PositionsOutsideOfTheHistoryAreAbsent) {
       return std::pair(call.out.numbers(), sums);
     };
     const auto expected = run({3, 40, -1, -1}, {0, 1}, {7});
-    for (const int32_t far : {90, 5000, -5, -2000000000, 2147483647}) {
+    for (const int32_t far : {90, -5, -2000000000, 2147483647}) {
       EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}), expected) << far;
     }
     EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}), expected);
     // Offsets that fall leave no entry; a negative number of tiles would be waited for.
     const std::vector<int32_t> many(300, 7);
-    const auto none = run({3, 40, -1, -1}, {0, 0}, many);
-    for (const auto& offsets : {std::vector<int32_t>{300, 0}, {2000000000, -2000000000}}) {
-      EXPECT_EQ(run({3, 40, -1, -1}, offsets, many), none);
-    }
-  }
-}
-
-TEST_P(Attention, DimsThatHaveNoKernel) {
-  for (const auto& [dim, value_dim] : {std::pair{264, 64}, std::pair{64, 264}}) {
-    Call call({DType::kFloat16, 5, 5, dim, value_dim});
-    call.params.out = call.out.view();
-    EXPECT_EQ(tested->attend(call.params, nullptr), cudaErrorInvalidValue);
+    EXPECT_EQ(run({3, 40, -1, -1}, {300, 0}, many), run({3, 40, -1, -1}, {0, 0}, many));
   }
 }
 
@@ -337,60 +300,14 @@ TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
   const auto refused = [](const AttentionShape& shape, float scale, bool in_sums) {
     Call call(shape);
     call.params.scale_log2 = scale;
-    EXPECT_FALSE(has_attend_forward_sm90(call.params));
     EXPECT_EQ(launch_attend_forward_sm90(call.params, nullptr), cudaErrorInvalidValue);
-    if (!in_sums) return;
-    const ColumnSumsParams sums = sums_params(call, {});
-    EXPECT_FALSE(has_column_sums_sm90(sums));
-    EXPECT_EQ(launch_column_sums_sm90(sums, nullptr), cudaErrorInvalidValue);
+    EXPECT_EQ(has_column_sums_sm90(sums_params(call, {})), !in_sums);
   };
-  for (const int64_t dim : {72, 96, 136, 256}) {
-    refused({DType::kBFloat16, 2, 2, dim, 64}, 1.0F, true);
-    refused({DType::kBFloat16, 2, 2, 64, dim}, 1.0F, false);
-  }
+  refused({DType::kBFloat16, 2, 2, 72, 64}, 1.0F, true);
+  refused({DType::kBFloat16, 2, 2, 64, 136}, 1.0F, false);
   refused({DType::kFloat32, 2, 2}, 1.0F, true);
-  refused({DType::kFloat16, 2, 2}, 0.0F, false);
-  refused({DType::kFloat16, 2, 2}, -1.0F, false);
+  for (const float scale : {0.0F, -1.0F}) refused({DType::kFloat16, 2, 2}, scale, false);
   refused({DType::kFloat16, 2, 2, 64, 64, 1, 1, 1, false, /*softcap=*/2.0}, 1.0F, true);
-  const std::vector<int32_t> sets{0};
-  Call gathered({DType::kFloat16, 2, 2});
-  gathered.attend_to(sets, 1);
-  const ColumnSumsParams without_workspace = sums_params(gathered, {});
-  EXPECT_EQ(launch_column_sums_sm90(without_workspace, nullptr), cudaErrorInvalidValue);
-}
-
-TEST(ColumnSums, PartialSumsAreForFewKeys) {
-  ColumnSumsParams params = sums_params(Call({DType::kBFloat16, 1, 1}), {});
-  int64_t with_workspace = 0;
-  for (const bool gathered : {false, true}) {
-    params.gathered = gathered;
-    for (const int64_t kv_heads : {1, 2, 8, 32}) {
-      params.key.heads = kv_heads;
-      params.query.heads = kv_heads * 4;
-      for (const int64_t rows : {1, 64, 130, 320, 1000, 1024, 5000, 32768}) {
-        params.rows.count = rows;
-        params.memory.width = rows / 2;
-        params.causal = {.begin = 0, .count = rows, .chunk_size = 1024};
-        const int64_t floats = divide_column_sums(params).partial_floats();
-        const int64_t of_sm90 = divide_column_sums_sm90(params).partial_floats();
-        with_workspace += of_sm90 > 0;
-        if (!gathered) {
-          EXPECT_LE(of_sm90, floats) << rows << " rows";
-        } else if (kv_heads == 8) {
-          // Parts of two query tiles, or of as many more as make 8 parts.
-          const int64_t parts = std::min<int64_t>((rows + 255) / 256, 8);
-          EXPECT_EQ(of_sm90, 32 * parts * (rows / 2)) << rows << " rows";
-        }
-        if (kv_heads == 8 && gathered && rows == 1024) {
-          // 8 KV heads and 4 key tiles, by 4 heads and 2 parts of the rows: 256 blocks.
-          EXPECT_EQ(floats, 32 * 2 * 512);
-        } else if (kv_heads == 8 && !gathered && rows == 32768) {
-          EXPECT_EQ(floats, 0);
-        }
-      }
-    }
-  }
-  EXPECT_GT(with_workspace, 20);
 }
 
 }  // namespace

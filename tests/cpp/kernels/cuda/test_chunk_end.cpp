@@ -201,14 +201,5 @@ TEST(ChunkEnd, OrderOfThreadsDoesNotMatter) {
   }
 }
 
-TEST(ChunkEnd, SumsOfMemorySetsNeedAWorkspace) {
-  const std::vector<int32_t> sets{0};
-  for (const DType dtype : kDTypes) {
-    Call gathered({dtype, 2, 2});
-    gathered.attend_to(sets, 1);
-    EXPECT_EQ(launch_column_sums(sums_params(gathered, {}), nullptr), cudaErrorInvalidValue);
-  }
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -95,30 +95,12 @@ const Race kRaces[] = {
        if (params.right) __syncthreads();
        params.out[threadIdx.x] = shared()[opposite()];
      }},
-    {"MissingBarrierThatMattersInOneOrderOfWarps", 0,
-     [](Params params) {
-       const unsigned int lane = threadIdx.x % 32;
-       if (threadIdx.x < 32) {
-         for (const unsigned int i : {lane, lane + 32}) shared()[i] = params.in[i];
-       }
-       if (params.right) __syncthreads();
-       if (threadIdx.x >= 32) {
-         for (const unsigned int i : {lane, lane + 32}) params.out[i] = shared()[i];
-       }
-     },
-     /*in_one_order_only=*/true},
     {"MissingSyncwarp", 1,
      [](Params params) {
        const unsigned int next = threadIdx.x / 32 * 32 + (threadIdx.x + 1) % 32;
        shared()[threadIdx.x] = params.in[(threadIdx.x + 1) % kThreads];
        if (params.right) __syncwarp();
        params.out[next] = shared()[next];
-     }},
-    {"MissingNamedBarrier", 32,
-     [](Params params) {
-       shared()[threadIdx.x] = params.in[threadIdx.x];
-       if (params.right) ptx::named_barrier_sync(1, 64);
-       params.out[threadIdx.x] = shared()[opposite()];
      }},
     {"NamedBarrierThatDoesNotWait", 0,
      [](Params params) {
@@ -203,15 +185,6 @@ const Misuse kMisuses[] = {
      },
      "nobody can go on:\n.*0 to 4 wait at __syncthreads, .*test_emulation.cpp:[0-9]+\n"
      ".*5 to 5 have ended\n.*6 to 63 wait"},
-    {"TwoBarriers",
-     [](Params) {
-       if (threadIdx.x < 32) {
-         __syncthreads();
-       } else {
-         __syncthreads();
-       }
-     },
-     "while thread [0-9]+ is at the one of .*test_emulation.cpp"},
     {"LanesAtDifferentCollectives",
      [](Params) { threadIdx.x % 2 ? __syncwarp() : load_matrix(shared_bytes()); },
      "lanes of a warp are apart: at (__syncwarp|ldmatrix_x4) "},

@@ -1,17 +1,15 @@
-// The emulation of sm_90a's own instructions, and layout_sm90.h: correct kernels get their results,
-// and mistakes stop the program or give wrong results.
+// The emulation of sm_90a's own instructions: correct kernels get their results, and mistakes stop
+// the program or give wrong results.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <ostream>
 #include <string_view>
 #include <vector>
 
-#include "cuda_emulation/counters.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/layout_sm90.h"
 #include "kernels/cuda/ptx_sm90.cuh"
@@ -47,7 +45,7 @@ constexpr size_t kSharedBytes = sizeof(Shared) + layout_sm90::kSlabGroupBytes;
 __device__ void produce(Shared& shared, const Params& params, int thread) {
   constexpr int kUnits = kDim / layout::kUnitElements;
   for (int round = 0; round < kRounds; ++round) {
-    if (params.mistake != "no wait for space") ptx::mbarrier_wait(&shared.empty, round % 2 ^ 1);
+    ptx::mbarrier_wait(&shared.empty, round % 2 ^ 1);
     const auto copy = [&](uint16_t* slabs, const uint16_t* from, int rows) {
       for (int i = thread; i < rows * kUnits; i += layout_sm90::kWarpgroupThreads) {
         const int to = layout_sm90::slab_unit(i / kUnits, i % kUnits, rows);
@@ -87,18 +85,15 @@ __device__ void consume(Shared& shared, const Params& params, int thread) {
     if (!has("no fence")) ptx::wgmma_fence();
     const uint32_t at_a = ptx::shared_address(shared.a), at_b = ptx::shared_address(shared.b);
     for (int k = 0; k < kSteps; ++k) {
-      const uint64_t by_column = layout_sm90::descriptor_step(k, kDim);
       if (in_registers) {
-        const int rows = has("leading offset") ? kDim / 2 : kDim;
         ptx::wgmma_rows_of_b<DType::kFloat16>(
             c, a[k],
-            layout_sm90::slab_rows_descriptor(at_b, rows) +
-                (has("other swizzle") ? 1ULL << 62 : 0) +
-                (has("by columns") ? by_column : layout_sm90::descriptor_row_step(k)));
+            layout_sm90::slab_rows_descriptor(at_b, kDim) + layout_sm90::descriptor_row_step(k));
       } else {
         ptx::wgmma_m64n128k16<DType::kFloat16>(
             c, layout_sm90::slab_descriptor(at_a) + layout_sm90::descriptor_step(k, kRows),
-            layout_sm90::slab_descriptor(at_b) + by_column, round + k > 0);
+            layout_sm90::slab_descriptor(at_b) + layout_sm90::descriptor_step(k, kDim),
+            round + k > 0);
       }
     }
     ptx::wgmma_commit();
@@ -121,9 +116,7 @@ __device__ void consume(Shared& shared, const Params& params, int thread) {
 // The first warpgroup copies, the second one multiplies.
 __global__ void product_kernel(const Params params) {
   auto* const memory = ptx::dynamic_shared<unsigned char>();
-  const uint32_t gap = params.mistake == "not aligned"
-                           ? 0
-                           : -ptx::shared_address(memory) % layout_sm90::kSlabGroupBytes;
+  const uint32_t gap = -ptx::shared_address(memory) % layout_sm90::kSlabGroupBytes;
   auto& shared = *reinterpret_cast<Shared*>(memory + gap);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.full, 128);
@@ -166,13 +159,8 @@ void multiply_or_die(Operands operands, std::string_view mistake) {
     EXPECT_EQ(launch(product_kernel, 1, 256, kSharedBytes, nullptr,
                      Params{a.data(), b.data(), c.data(), operands, mistake}),
               cudaSuccess);
-    int wrong = 0, nans = 0;
-    for (size_t i = 0; i < c.size(); ++i) {
-      wrong += c[i] != expected[i];
-      nans += std::isnan(c[i]);
-    }
-    if (wrong == 0) continue;
-    std::fprintf(stderr, "wrong product: %d %%, %d NaN\n", wrong * 100 / (kRows * kDim), nans);
+    if (c == expected) continue;
+    std::fprintf(stderr, "wrong product\n");
     std::abort();
   }
 }
@@ -194,17 +182,11 @@ const Mistake kMistakes[] = {
     {Operands::kShared, "no wait for data", "wrong product|has changed"},
     {Operands::kShared, "release before wait",
      "shared memory has changed between a wgmma .*sm90.cpp:[0-9]+. and the wait for it"},
-    {Operands::kShared, "no wait for space", "wrong product|has changed|nobody can go on"},
-    {Operands::kShared, "not aligned", "wrong product: [4-9]. %"},
-    {Operands::kShared, "read before wait", "wrong product: . %, 128 NaN"},
+    {Operands::kShared, "read before wait", "wrong product"},
     {Operands::kShared, "accumulator changes", "an accumulator has changed"},
     {Operands::kShared, "no proxy fence", "copied without fence_async_proxy"},
     {Operands::kShared, "no fence", "without wgmma_fence since the last wait"},
     {Operands::kShared, "no wait", "a thread ends before it has waited"},
-    // The offset matters from the second 64 columns on.
-    {Operands::kRegisters, "leading offset", "wrong product: (4.|50) %"},
-    {Operands::kRegisters, "other swizzle", "another swizzle than 128 bytes is not emulated"},
-    {Operands::kRegisters, "by columns", "wgmma_rows_of_b at offset [0-9]+ of"},
     {Operands::kRegisters, "no operand fence", "of registers without fence_operand since they"},
     {Operands::kRegisters, "operand changes", "operand in registers has changed between a wgmma"},
 };
@@ -216,16 +198,6 @@ TEST_P(MistakeDeathTest, IsFound) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EmulationSm90, MistakeDeathTest, ::testing::ValuesIn(kMistakes));
-
-TEST(LayoutSm90, Descriptors) {
-  using namespace layout_sm90;
-  EXPECT_EQ(make_descriptor(0x12340, 0x160, 0x400, Swizzle::k64Bytes), 0x8000'0040'0016'1234U);
-  // Only 18 bits of an address are meant.
-  EXPECT_EQ(make_descriptor(0x40010, 0, 0, Swizzle::kNone), 1U);
-  EXPECT_EQ(slab_descriptor(0x8400), 0x4000'0040'0001'0840U);
-  // To the largest address of a block's shared memory nothing is carried out of the field.
-  EXPECT_LT(cuda_emulation::kMaxSharedBytesOfHopper >> 4, 1U << 14);
-}
 
 }  // namespace
 }  // namespace h2o_prefill
