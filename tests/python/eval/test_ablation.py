@@ -221,19 +221,13 @@ def test_settings_without_effect_do_not_make_cells():
 
 
 def test_values_are_read_as_in_a_settings_text():
-    expected = {
-        "chunk_size": ("512, 1024", [512, 1024]),
-        "gqa_reduce": ("sum,max", ["sum", "max"]),
-        "dense_layers": ("none,0,0+1", [(), (0,), (0, 1)]),
-        "min_prefill": ("none,64", [None, 64]),
-    }
-    assert all(parse_values(name, text) == values for name, (text, values) in expected.items())
+    assert parse_values("chunk_size", "512, 1024") == [512, 1024]
+    assert parse_values("dense_layers", "none,0,0+1") == [(), (0,), (0, 1)]
     for field in dataclasses.fields(PrefillConfig):
         assert parse_values(field.name, format_value(field.default)) == [field.default]
         assert field.name in COLUMNS
-    for name, text in {"chunk_size": "512,", "recall": "many", "dense_layers": "0-3"}.items():
-        with pytest.raises(ValueError, match=f"{name} must be .*got "):
-            parse_values(name, text)
+    with pytest.raises(ValueError, match="dense_layers must be .*got "):
+        parse_values("dense_layers", "0-3")
 
 
 def test_rows_have_the_name_of_their_settings(ablate, tiny):
