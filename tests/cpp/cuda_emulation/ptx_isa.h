@@ -151,36 +151,20 @@ void wgmma(const hopper::Operands& operands, float (&c)[registers], bool add, Si
   fence();
 }
 
-// Lanes take the value of lane j, their own where j is not in their part of the warp.
+// Lanes take the value of another one, their own where that is not in their part of the warp, whose
+// width c has.
 enum class Shuffle { up, bfly, idx };
 
 template <Shuffle mode>
 void shuffle(uint32_t& to, bool& in_range, uint32_t value, uint32_t b, uint32_t c, uint32_t mask,
              Site site) {
-  check_mask(mask, site);
-  struct Lane {
-    uint32_t value, b, c, result;
-    bool in_range;
-  } lane{value, b & 31, c, 0, false};
-  warp_collective(
-      "shfl.sync", &lane,
-      [](void* const* arguments) {
-        for (int i = 0; i < kWarpSize; ++i) {
-          auto& mine = *static_cast<Lane*>(arguments[i]);
-          const int segment = static_cast<int>(mine.c >> 8 & 31),
-                    operand = static_cast<int>(mine.b);
-          const int last = (i & segment) | (static_cast<int>(mine.c & 31) & ~segment);
-          int from = mode == Shuffle::up     ? i - operand
-                     : mode == Shuffle::bfly ? i ^ operand
-                                             : (i & segment) | (operand & ~segment);
-          mine.in_range = mode == Shuffle::up ? from >= last : from <= last;
-          if (!mine.in_range) from = i;
-          mine.result = static_cast<Lane*>(arguments[from])->value;
-        }
-      },
-      site);
-  to = lane.result;
-  in_range = lane.in_range;
+  constexpr auto source = mode == Shuffle::up     ? lane_above
+                          : mode == Shuffle::bfly ? lane_of_xor
+                                                  : lane_of_index;
+  const int operand = static_cast<int>(b & 31), width = kWarpSize - static_cast<int>(c >> 8 & 31);
+  const int lane = thread_index() % kWarpSize;
+  to = cuda_emulation::shuffle<source>("shfl.sync", mask, value, operand, width, site);
+  in_range = mode == Shuffle::idx || operand == 0 || source(lane, operand, width) != lane;
 }
 
 inline uint32_t ballot(bool predicate, uint32_t mask, Site site) {

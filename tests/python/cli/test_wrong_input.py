@@ -54,9 +54,7 @@ def test_wrong_input_is_one_line(
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    "command", ["compare", "ppl", "ablate", "retrieve", "visualize", "generate"]
-)
+@pytest.mark.parametrize("command", ["ppl", "generate"])
 def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line(
     run, refused, small_commands, tiny, tmp_path, monkeypatch, command
 ):

@@ -19,10 +19,9 @@ def _shown(axes):
 def test_the_figures_show_the_arrays(tiny, tmp_path):
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
-    for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF")):
-        measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
-        for name in ("memory", "errors"):
-            assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)
+    measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, "svg")
+    for name in ("memory", "errors"):
+        assert (folder / f"{name}.svg").read_bytes().startswith(b"<?xml")
     figure = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny")
     panel, bar = figure.axes
     assert figure.get_suptitle().startswith(f"{CONFIG.to_string()}, S = 16: ")

@@ -27,22 +27,12 @@ def programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        ("attention", "*"),
-        ("chunk_end", "*"),
-        ("select_memory", "*"),
-        # Whose kernels measure errors.
-        ("cuda_operators", "ChunkedSparseAttentionOp.SeveralCallsWithEveryKindOfState"),
-    ],
-)
-def test_translated_ptx_passes_the_tests_of_the_kernels(programs, program, tests):
+@pytest.mark.parametrize("program", ["attention", "chunk_end", "select_memory"])
+def test_translated_ptx_passes_the_tests_of_the_kernels(programs, program):
     path = programs / f"ptx_{program}"
     symbols = subprocess.run(["nm", "-C", path], check=True, capture_output=True, text=True).stdout
     # A kernel that was compiled for the host would be a weak symbol, as templates are.
     kernels = re.findall(r" ([TW]) (.*_kernel(?:<.*>)?\([\w:]+\))$", symbols, re.MULTILINE)
     assert kernels
     assert [name for kind, name in kernels if kind == "W"] == []
-    quiet = {"ASAN_OPTIONS": "detect_leaks=0", "H2O_PREFILL_CUDA_SM90": "0"}
-    subprocess.run([path, f"--gtest_filter={tests}"], env=os.environ | quiet, check=True)
+    subprocess.run([path], env=os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}, check=True)

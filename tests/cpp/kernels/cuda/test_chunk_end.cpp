@@ -185,6 +185,20 @@ TEST(ChunkEnd, LongSets) {
       .check();
 }
 
+TEST(ChunkEnd, RowsThatAreMeasuredAreListed) {
+  constexpr int64_t kHeads = 3, kRoom = 300;
+  const MeasuredRows measured{.length = 500, .past = 30, .chunk_size = 64, .count = 5};
+  std::vector<int32_t> rows(kHeads * measured.size()), limits(kRoom);
+  const ListMeasuredParams list{measured, kHeads, rows.data(), limits.data(), kRoom};
+  ASSERT_EQ(launch_list_measured(list, nullptr), cudaSuccess);
+  for (int64_t i = 0; i < kHeads * measured.size(); ++i) {
+    EXPECT_EQ(rows[i], measured.row(i % measured.size()));
+  }
+  for (int64_t i = 0; i < kRoom; ++i) {
+    EXPECT_EQ(limits[i], 30 + measured.row(std::min(i, measured.size() - 1)) + 1);
+  }
+}
+
 TEST(ChunkEnd, OrderOfThreadsDoesNotMatter) {
   tested = &kKernels;
   ChunkEndCall call({.shape = {DType::kBFloat16, 130, 300, 64, 64, 4, 2},
