@@ -7,7 +7,8 @@ import sys
 
 def main() -> None:
     """Run the command line; exit with what to install if a package is missing."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
     try:
         from h2o_prefill.cli.app import app
@@ -16,6 +17,7 @@ def main() -> None:
         sys.exit(f"{needed}pip install 'h2o_prefill[eval]'")
     except ImportError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+    signal.signal(signal.SIGINT, handler)
     app(prog_name="h2o-prefill")
 
 
