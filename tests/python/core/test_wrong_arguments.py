@@ -53,10 +53,12 @@ def attend(cache, *qkv, layer=0, tracker=None):
     classes.ChunkedSparseAttention(config()).forward(layer, *qkv, cache, tracker)
 
 
-def build(kind, made, change):
-    """Build a state from the tensors of another, of which some are changed: by index."""
-    tensors = dict(enumerate(made.state_tensors())) | change
-    kind.from_tensors([x for x in tensors.values() if x is not None])
+def build(made, change):
+    """Build a state from the tensors of another, of which some are changed, or left out: None."""
+    tensors = made.state_tensors()
+    changed = {index % len(tensors): tensor for index, tensor in change.items()}
+    tensors = [changed.get(i, tensor) for i, tensor in enumerate(tensors)]
+    getattr(classes, made._type().name()).from_tensors([x for x in tensors if x is not None])
 
 
 GRAD = K.clone().requires_grad_()
@@ -79,16 +81,15 @@ OF_CACHE = [
     (lambda x: x.append(7, K, V), "layer must be in [0, 2), got 7"),
     (lambda x: x.key(1), "layer must hold tokens, layer 1 has none"),
     (lambda x: x.truncate(-1), "length must be >= 0, got -1"),
-    (lambda x: x.append(0, K[..., :4], V), "key must be like what layer 0 holds, [2, 2, *, 8] fl"),
-    (lambda x: x.append(0, K, V[..., :4]), "value must be like what layer 0 holds"),
+    (lambda x: x.append(0, K[..., :4], V), "key must be like "),
+    (lambda x: x.append(0, K, V[..., :4]), "value must be like "),
     (lambda x: x.append(0, K.double(), V.double()), "got [2, 2, 40, 8] float64 on cpu"),
     (lambda x: x.append(1, K, V[:, :, 1:]), "value must have batch, heads and length of key [2,"),
     (lambda x: x.append(1, K, V.double()), "value must have dtype and device of key"),
     (lambda x: x.append(1, K[0], V), "key must have 4 dimensions, got shape [2, 40, 8]"),
     (lambda x: x.append(0, GRAD, V), "key must not require a gradient"),
-    (lambda x: build(Cache, x, {1: None}), "tensors must hold key and value of layer"),
-    (lambda x: build(Cache, x, {1: K[:, :, 1:], 2: V[:, :, 1:]}), "hold 40 tokens of layer 0, got"),
-    (lambda x: attend(x, Q, K, V), "max_capacity must be >= 80, the tokens of layer 0 after this"),
+    (lambda x: build(x, {-1: None}), "tensors must hold "),
+    (lambda x: attend(x, Q, K, V), "max_capacity must be >= 80, the tokens "),
     (lambda x: attend(x, Q, K, V, layer=7), "layer must be in [0, 2), got 7"),
     (lambda x: attend(x, Q[0], K, V, layer=1), "query must have 4 dimensions, got shape [4, 40, 8"),
     (lambda x: attend(x, Q[:, 1:], K, V, layer=1), "the query heads must be a multiple of the KV"),
@@ -117,13 +118,13 @@ OF_TRACKER = [
     (lambda x: x.accumulate_memory_scores(0, ROW[..., :1]), "have the shape of the memory set [1,"),
     (lambda x: x.update(0, ROW, SET, 4), "last_chunk_begin must be in [0, 3], got 4"),
     (lambda x: x.update(0, ROW, SET[..., :2], 0), "memory must have room for K + L + H positions"),
+    (lambda x: build(x, {-1: None}), "tensors must hold "),
+    (lambda x: build(tracker(1), {0: ROW}), "tensors must begin with an int64 header"),
+    (lambda x: build(tracker(1), {-3: SET}), "scores must be float32"),
     (
-        lambda x: build(Tracker, x, {1: None}),
-        "tensors must hold scores, memory and errors of layer",
+        lambda x: build(tracker(1), {-1: torch.zeros(4)}),
+        "errors must have shape [1, 1, 4], got",
     ),
-    (lambda x: build(Tracker, x, {0: ROW}), "tensors must begin with an int64 header"),
-    (lambda x: build(Tracker, x, {1: SET}), "scores must be float32"),
-    (lambda x: build(Tracker, x, {3: torch.zeros(4)}), "errors must have shape [1, 1, 4], got [4]"),
 ]
 OF_CONTEXT = [
     (lambda x: x.begin(IDS[0]), "token_ids must have 2 dimensions, got shape [40]"),
@@ -142,8 +143,8 @@ OF_CONTEXT = [
     ),
     (lambda x: x.truncate(-1), "length must be >= 0, got -1"),
     (lambda x: x.checkpoint_before(-1), "length must be >= 0"),
-    (lambda x: build(Context, x, {2: IDS[:, :3]}), "tensors[2] must hold the ids of 2 rows and"),
-    (lambda x: build(Context, x, {1: IDS[0, :1].byte().expand(2**33)}), "bytes of tensors[1] must"),
+    (lambda x: build(x, {2: IDS[:, :3]}), "tensors[2] must hold the ids of 2 rows and"),
+    (lambda x: build(x, {1: IDS[0, :1].byte().expand(2**33)}), "bytes of tensors[1] must"),
 ]
 
 

@@ -225,7 +225,7 @@ def test_values_are_read_as_in_a_settings_text():
     for field in dataclasses.fields(PrefillConfig):
         assert parse_values(field.name, format_value(field.default)) == [field.default]
         assert field.name in COLUMNS
-    with pytest.raises(ValueError, match="dense_layers must be .*got "):
+    with pytest.raises(ValueError, match=r"dense_layers must be .*got "):
         parse_values("dense_layers", "0-3")
 
 
