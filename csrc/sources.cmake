@@ -23,34 +23,56 @@ set(H2O_HOST_SOURCES
     core/prefill_context.cpp
     core/safetensors.cpp
     core/session_file.cpp
+    kernels/composite/accumulate_scores.cpp
+    kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
-    kernels/composite/attention.cpp
     kernels/composite/chunked_sparse_attention.cpp
     kernels/composite/chunkwise_linear_attention.cpp
-    kernels/composite/memory.cpp
-    kernels/composite/position.cpp
-    ops/attention.cpp
+    kernels/composite/dense_attention.cpp
+    kernels/composite/error_rows.cpp
+    kernels/composite/gather_rows.cpp
+    kernels/composite/intra_chunk_attention.cpp
+    kernels/composite/linear_scan.cpp
+    kernels/composite/memory_attention.cpp
+    kernels/composite/merge_states.cpp
+    kernels/composite/recall_at_position.cpp
+    kernels/composite/select_memory.cpp
+    ops/accumulate_scores.cpp
+    ops/advance_position.cpp
     ops/chunked_sparse_attention.cpp
     ops/chunkwise_linear_attention.cpp
+    ops/chunkwise_linear_attention_autograd.cpp
+    ops/dense_attention.cpp
+    ops/gather_rows.cpp
     ops/inference_only.cpp
-    ops/memory.cpp
+    ops/intra_chunk_attention.cpp
+    ops/lexical_recall.cpp
+    ops/memory_attention.cpp
+    ops/merge_states.cpp
     ops/prefill_attention.cpp
-    ops/recall.cpp
+    ops/recall_at_position.cpp
+    ops/select_memory.cpp
+    ops/sliding_window_attention.cpp
     runtime/package.cpp
     runtime/sampler.cpp
     runtime/package_session.cpp)
 
 set(H2O_CPU_SOURCES
+    kernels/cpu/accumulate_scores_kernel.cpp
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
     kernels/cpu/chunkwise_linear_attention_kernel.cpp
     kernels/cpu/dense_attention_kernel.cpp
+    kernels/cpu/gather_rows_kernel.cpp
+    kernels/cpu/intra_chunk_attention_kernel.cpp
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
+    kernels/cpu/memory_attention_kernel.cpp
     kernels/cpu/error_rows.cpp
-    kernels/cpu/memory_kernel.cpp
-    kernels/cpu/phases_kernel.cpp
+    kernels/cpu/memory_set_updater.cpp
+    kernels/cpu/merge_states_kernel.cpp
+    kernels/cpu/select_memory_kernel.cpp
     kernels/cpu/workspace.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
@@ -69,8 +91,9 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
     kernels/cuda/error_rows.cu
+    kernels/cuda/intra_chunk_attention_kernel.cpp
     kernels/cuda/lexical_recall_kernel.cpp
-    kernels/cuda/phases_kernel.cpp
+    kernels/cuda/memory_attention_kernel.cpp
     kernels/cuda/select_memory_kernel.cpp)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

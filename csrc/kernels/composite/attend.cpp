@@ -63,6 +63,12 @@ at::Tensor out_with_sinks(const Attended& attended, const LogitOptions& options)
   return attended.out * share_of_keys(attended.lse, *options.sinks);
 }
 
+at::Tensor lse_with_sinks(const Attended& attended, const LogitOptions& options) {
+  if (!options.sinks) return attended.lse;
+  const auto sinks = options.sinks->to(attended.lse.scalar_type()).unsqueeze(-1);
+  return at::logaddexp(attended.lse, sinks);
+}
+
 at::Tensor causal_mask(int64_t rows, const at::Tensor& like) {
   return at::ones({rows, rows}, like.options().dtype(at::kBool)).tril();
 }

@@ -31,8 +31,9 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 // Fuses two results over disjoint key sets; colsum comes from `a`.
 Attended merge(const Attended& a, const Attended& b);
 
-// The output with the sinks in the denominators.
+// The output, and lse, with the sinks in the denominators.
 at::Tensor out_with_sinks(const Attended& attended, const LogitOptions& options);
+at::Tensor lse_with_sinks(const Attended& attended, const LogitOptions& options);
 
 // bool [rows, rows], true where key <= query.
 at::Tensor causal_mask(int64_t rows, const at::Tensor& like);

@@ -52,11 +52,11 @@ struct Recall {
     const auto keys = positions.narrow(0, from, count);
     const auto row_positions =
         at::arange(request.past() + row, request.past() + row + rows, keys.options());
-    const auto in_memory = (sets.unsqueeze(-1) == keys).any(1);  // [Hkv, count]
+    const auto held = (sets.unsqueeze(-1) == keys).any(1);  // [Hkv, count]
     const auto visible = (visible_from.narrow(0, from, count) <= row_positions.unsqueeze(-1))
                              .logical_and(keys < request.past() + first_row)
                              .expand({1, heads, 1, rows, count})
-                             .logical_and(in_memory.logical_not().view({1, heads, 1, 1, count}));
+                             .logical_and(held.logical_not().view({1, heads, 1, 1, count}));
     const auto index = keys.to(at::kLong);
     const auto select = [&](const at::Tensor& t) {
       return t.narrow(0, b, 1).index_select(2, index);
@@ -65,27 +65,6 @@ struct Recall {
                   select(request.value), visible, request.scale(), {.softcap = request.softcap});
   }
 };
-
-// Measures the errors of a chunk's rows, whose output is in `out` [B, Hq, T, Dv], and records them
-// in the request's errors.
-void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows) {
-  const int64_t end = rows.position() + rows.count;
-  const auto positions = at::arange(end, request.query.options().dtype(at::kLong));
-  const auto measured = measured_rows(request.settings, rows.position(), rows.count);
-  const auto row = at::tensor(measured, positions.options()) + rows.begin;
-  const LogitOptions options{.sinks = request.sinks, .softcap = request.softcap};
-  const auto exact =
-      out_with_sinks(attend(request.query.index_select(2, row), request.key.narrow(2, 0, end),
-                            request.value.narrow(2, 0, end),
-                            positions <= (row + rows.past).unsqueeze(1), request.scale(), options),
-                     options);
-  const auto missed = (out.index_select(2, row).to(exact.scalar_type()) - exact).square().sum(-1);
-  const auto whole = exact.square().sum(-1);
-  const auto error = at::where(whole > 0, missed / whole, at::zeros_like(whole))
-                         .view({request.key.size(0), request.key.size(1), -1})
-                         .mean(-1);
-  record_errors(request.errors, error, request.widening());
-}
 
 }  // namespace
 

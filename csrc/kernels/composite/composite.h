@@ -22,4 +22,8 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention(const AttentionArgum
                                                             int64_t window);
 at::Tensor chunked_sparse_attention(const PrefillRequest& request);
 
+// Measures the errors of a chunk's rows, whose output is in `out` [B, Hq, T, Dv], and records them
+// in the request's errors.
+void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows);
+
 }  // namespace h2o_prefill::composite

@@ -88,9 +88,4 @@ class AttendChunk {
   std::unique_ptr<Impl> impl_;
 };
 
-// Exact attention.
-at::Tensor dense_attention_cpu(const AttentionArguments& x);
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(const AttentionArguments& x,
-                                                                int64_t window);
-
 }  // namespace h2o_prefill

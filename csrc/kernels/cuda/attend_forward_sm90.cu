@@ -1,9 +1,10 @@
-#include "kernels/cuda/attend_forward.h"
+#include "kernels/cuda/attend_forward_sm90.h"
 
 #include <algorithm>
 
 #include "kernels/cuda/attend_forward_sm90.cuh"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/dims_sm90.h"
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
 

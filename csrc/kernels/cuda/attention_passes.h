@@ -69,9 +69,4 @@ int64_t parts_of_keys(const AttentionArguments& x, int64_t least_keys);
 // keys of one prompt are the batch rows of one launch, whose results are merged.
 at::Tensor attend_in_parts(const AttentionArguments& x, const at::Tensor& limits, int64_t parts);
 
-// Exact attention.
-at::Tensor dense_attention_cuda(const AttentionArguments& x);
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(const AttentionArguments& x,
-                                                                 int64_t window);
-
 }  // namespace h2o_prefill

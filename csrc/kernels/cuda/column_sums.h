@@ -50,15 +50,4 @@ column_sums::Grid divide_column_sums(const ColumnSumsParams& params);
 // changes the order of additions, and gathered keys are cudaErrorInvalidValue.
 cudaError_t launch_column_sums(const ColumnSumsParams& params, cudaStream_t stream);
 
-// On Hopper: as launch_column_sums(), with the tensor core instructions of sm_90a. Whether it takes
-// these: a 16-bit dtype, and a head dim that is padded to
-// 64 or 128 without waste.
-bool has_column_sums_sm90(const ColumnSumsParams& params);
-
-// As divide_column_sums(), for launch_column_sums_sm90().
-column_sums::Grid divide_column_sums_sm90(const ColumnSumsParams& params);
-
-// cudaErrorInvalidValue where !has_column_sums_sm90(params), too.
-cudaError_t launch_column_sums_sm90(const ColumnSumsParams& params, cudaStream_t stream);
-
 }  // namespace h2o_prefill

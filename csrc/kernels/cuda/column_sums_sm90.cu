@@ -1,8 +1,9 @@
-#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/column_sums_sm90.h"
 
 #include "kernels/cuda/column_sums_launch.cuh"
 #include "kernels/cuda/column_sums_sm90.cuh"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/dims_sm90.h"
 #include "kernels/cuda/dispatch.h"
 
 namespace h2o_prefill {

@@ -9,9 +9,9 @@
 #include <string>
 #include <string_view>
 
-#include "kernels/cuda/attend_forward.h"
-#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/attend_forward_sm90.h"
 #include "kernels/cuda/column_sums_grid.h"
+#include "kernels/cuda/column_sums_sm90.h"
 
 namespace h2o_prefill {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "kernels/composite/composite.h"
 #include "kernels/cuda/attention_passes.h"
+#include "kernels/cuda/dense_attention.h"
 
 namespace h2o_prefill {
 namespace {

@@ -3,90 +3,15 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
-#include <optional>
 
 #include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/select_memory.h"
 #include "kernels/cpu/workspace.h"
 
 namespace h2o_prefill {
 namespace {
-
-// Elements from one unit of [B, Hkv, T] to the next, where that is the same for all and positions
-// are contiguous.
-std::optional<int64_t> unit_stride(const at::Tensor& t) {
-  if (t.size(2) > 1 && t.stride(2) != 1) return std::nullopt;
-  if (t.size(1) == 1) return t.stride(0);
-  if (t.size(0) > 1 && t.stride(0) != t.size(1) * t.stride(1)) return std::nullopt;
-  return t.stride(1);
-}
-
-void accumulate_scores_cpu(at::Tensor& scores, const at::Tensor& memory_argument,
-                           const at::Tensor& colsum_argument) {
-  check_accumulate_scores(scores, memory_argument, colsum_argument);
-  const auto stride = unit_stride(scores);
-  if (scores.scalar_type() != at::kFloat || !stride) {
-    return composite::accumulate_scores_(scores, memory_argument, colsum_argument);
-  }
-  const auto memory = memory_argument.contiguous();
-  const auto colsum = colsum_argument.contiguous();
-  add_to_scores({.positions = memory.const_data_ptr<int32_t>(), .width = memory.size(2)},
-                memory.size(0) * memory.size(1), colsum.const_data_ptr<float>(),
-                scores.mutable_data_ptr<float>(), *stride);
-}
-
-// Rows prefetched before their copy: the hardware cannot predict their addresses.
-constexpr int64_t kPrefetchRows = 8;
-
-// Copies rows [begin, end) of one head's list. positions: checked; stride in bytes.
-void copy_rows(const char* from, int64_t stride, const int32_t* positions, int64_t begin,
-               int64_t end, int64_t row_bytes, char* to) {
-  constexpr int64_t kCacheLine = 64;
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + kPrefetchRows < end && positions[i + kPrefetchRows] >= 0) {
-      const char* ahead = from + positions[i + kPrefetchRows] * stride;
-      for (int64_t byte = 0; byte < row_bytes; byte += kCacheLine) __builtin_prefetch(ahead + byte);
-    }
-    char* row = to + i * row_bytes;
-    if (positions[i] < 0) {
-      std::memset(row, 0, row_bytes);
-    } else {
-      std::memcpy(row, from + positions[i] * stride, row_bytes);
-    }
-  }
-}
-
-at::Tensor gather_rows_cpu(const at::Tensor& x_argument, const at::Tensor& indices_argument) {
-  check_gather_rows(x_argument, indices_argument);
-  const auto x = with_contiguous_rows(x_argument);
-  const auto indices = indices_argument.contiguous();
-  const int64_t heads = x.size(1);
-  const int64_t count = indices.size(2);
-  const int64_t size = x.element_size();
-  const int64_t row_bytes = x.size(3) * size;
-  auto y = at::empty({x.size(0), heads, count, x.size(3)}, x.options());
-  const int32_t* positions = indices.const_data_ptr<int32_t>();
-  const char* from = static_cast<const char*>(x.const_data_ptr());
-  char* to = static_cast<char*>(y.mutable_data_ptr());
-  // A task is a range of one head's rows, so that few long lists keep many cores busy.
-  constexpr int64_t kTaskRows = 256;
-  const int64_t tasks_of_head = divide_up(count, kTaskRows);
-  at::parallel_for(0, x.size(0) * heads * tasks_of_head, 1, [&](int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t head = task / tasks_of_head;
-      const int64_t begin = task % tasks_of_head * kTaskRows;
-      const char* head_from =
-          from + (head / heads * x.stride(0) + head % heads * x.stride(1)) * size;
-      copy_rows(head_from, x.stride(2) * size, positions + head * count, begin,
-                std::min(begin + kTaskRows, count), row_bytes, to + head * count * row_bytes);
-    }
-  });
-  return y;
-}
 
 // Higher score first; of equal scores the lower position.
 bool better(const ScoredPosition& a, const ScoredPosition& b) {
@@ -200,10 +125,6 @@ void count_members(const MemorySetView& sets, int64_t units, int64_t* counts) {
   }
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
-  m.impl("accumulate_scores_", &accumulate_scores_cpu);
-  m.impl("gather_rows", &gather_rows_cpu);
-  m.impl("select_memory", &select_memory_cpu);
-}
+TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("select_memory", &select_memory_cpu); }
 
 }  // namespace h2o_prefill

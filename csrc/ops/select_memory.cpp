@@ -14,18 +14,4 @@ H2O_SCHEMA(
     "local_window, "
     "int heavy_budget, int sink_tokens) -> Tensor")
 
-void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory, const at::Tensor& colsum) {
-  static const auto op = find_op<decltype(accumulate_scores_)>("h2o_prefill::accumulate_scores_");
-  op.call(scores, memory, colsum);
-}
-
-H2O_SCHEMA("accumulate_scores_(Tensor(a!) scores, Tensor memory, Tensor colsum) -> ()")
-
-at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices) {
-  static const auto op = find_op<decltype(gather_rows)>("h2o_prefill::gather_rows");
-  return op.call(x, indices);
-}
-
-H2O_SCHEMA("gather_rows(Tensor x, Tensor indices) -> Tensor")
-
 }  // namespace h2o_prefill

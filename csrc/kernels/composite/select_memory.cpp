@@ -49,28 +49,8 @@ at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& sets, int64
   return at::constant_pad_nd(present, {0, width - chosen.size(2)}, -1);
 }
 
-void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory, const at::Tensor& colsum) {
-  check_accumulate_scores(scores, memory, colsum);
-  // An absent entry adds nothing; position 0 stands in for it. Without positions nothing is listed.
-  if (scores.size(2) == 0 || memory.size(2) == 0) return;
-  scores.scatter_add_(2, memory.clamp_min(0).to(at::kLong),
-                      colsum.to(scores.scalar_type()).masked_fill(memory < 0, 0));
-}
-
-at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices) {
-  check_gather_rows(x, indices);
-  const auto shape = std::vector<int64_t>{x.size(0), x.size(1), indices.size(2), x.size(3)};
-  if (x.size(2) == 0) return at::zeros(shape, x.options());
-  // Rows outside of the history, which a device cannot report, are zeros too.
-  const auto rows = indices.clamp(0, x.size(2) - 1);
-  return x.gather(2, rows.to(at::kLong).unsqueeze(-1).expand(shape))
-      .masked_fill((indices != rows).unsqueeze(-1), 0);
-}
-
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
   m.impl("select_memory", &select_memory);
-  m.impl("accumulate_scores_", &accumulate_scores_);
-  m.impl("gather_rows", &gather_rows);
 }
 
 }  // namespace h2o_prefill::composite

@@ -4,53 +4,10 @@
 #include <algorithm>
 #include <tuple>
 
-#include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/attend.h"
 #include "kernels/composite/composite.h"
 
 namespace h2o_prefill::composite {
-
-AttentionResult intra_chunk_attention(const AttentionArguments& x, int64_t chunk_size) {
-  const int64_t length = x.length();
-  auto out = x.empty_out();
-  auto lse = x.empty_lse();
-  auto colsum = at::empty({x.key.size(0), x.key.size(1), length}, lse.options());
-  for (int64_t begin = 0; begin < length; begin += chunk_size) {
-    const int64_t rows = std::min(chunk_size, length - begin);
-    const auto chunk = [&](const at::Tensor& t) { return t.narrow(2, begin, rows); };
-    const auto attended =
-        attend(chunk(x.query), chunk(x.key), chunk(x.value), causal_mask(rows, out), x.scale());
-    chunk(out).copy_(attended.out);
-    chunk(lse).copy_(attended.lse);
-    chunk(colsum).copy_(attended.colsum);
-  }
-  return {out, lse, colsum};
-}
-
-AttentionResult memory_attention(const AttentionArguments& x, const at::Tensor& indices) {
-  const int64_t width = indices.size(2);
-  // No more positions than keys: the rest of each list is absent.
-  const auto members = indices.narrow(2, 0, std::min(width, x.total()));
-  const auto present = (members >= 0).unsqueeze(2).unsqueeze(2);
-  const auto attended = attend(x.query, composite::gather_rows(x.key, members),
-                               composite::gather_rows(x.value, members), present, x.scale());
-  auto out = x.empty_out();
-  out.copy_(attended.out);
-  const int64_t absent = width - members.size(2);
-  return {out, attended.lse.contiguous(),
-          at::constant_pad_nd(attended.colsum, {0, absent}).contiguous()};
-}
-
-std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
-                                                const at::Tensor& out_b, const at::Tensor& lse_b) {
-  check_merge_states(out_a, lse_a, out_b, lse_b);
-  const auto type = accumulate_type(out_a);
-  const auto merged = merge({out_a.to(type), lse_a, {}}, {out_b.to(type), lse_b, {}});
-  auto out = empty_heads(out_a.size(0), out_a.size(1), out_a.size(2), out_a.size(3), out_a);
-  out.copy_(merged.out);
-  return {out, merged.lse.contiguous()};
-}
 
 namespace {
 
@@ -88,9 +45,8 @@ std::tuple<at::Tensor, at::Tensor> attend_by_rows(const AttentionArguments& x, i
     const auto attended =
         attend(q.narrow(2, row, count), keys(x.key), keys(x.value), visible, x.scale(), options);
     out.narrow(2, row, count).copy_(out_with_sinks(attended, options));
-    lse.narrow(2, row, count).copy_(attended.lse);
+    lse.narrow(2, row, count).copy_(lse_with_sinks(attended, options));
   }
-  if (x.sinks) lse = at::logaddexp(lse, x.sinks->to(lse.scalar_type()).unsqueeze(-1));
   return {out, lse};
 }
 
@@ -118,9 +74,6 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention(const AttentionArgum
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("intra_chunk_attention", &intra_chunk_attention_entry<&intra_chunk_attention>);
-  m.impl("memory_attention", &memory_attention_entry<&memory_attention>);
-  m.impl("merge_states", &merge_states);
   m.impl("dense_attention", &dense_attention_entry<&dense_attention>);
   m.impl("sliding_window_attention", &sliding_window_attention_entry<&sliding_window_attention>);
 }
