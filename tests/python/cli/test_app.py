@@ -55,7 +55,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch):
     with pytest.raises(SystemExit) as said:
         h2o_prefill_cli.main()
     signal.signal(signal.SIGINT, handler)
-    expected = "error: the command line needs the package typer: pip install 'h2o_prefill[eval]'"
+    expected = "error: the command line needs the package typer: pip install 'h2o_prefill[hf]'"
     assert said.value.code == expected
 
 
