@@ -123,7 +123,7 @@ notebooks: dev $(BIN)/.model
 docs: dev
 	$(PIP) install --group docs && python docs/draw_pictures.py
 	rm -rf build/pages && mkdir -p build/pages
-	cp -r --parents *.md docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
+	cp -r --parents *.md CITATION.cff docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 lint: dev
