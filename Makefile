@@ -52,7 +52,7 @@ DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
 	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto
 demo-cpp: dev $(BIN)/.model
-	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),docs/experiments.md)
+	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),benchmarks/README.md)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
   layer.py\ {recall,prefill,crossover,allocations} models.py\ {model,package,decode,session} peers.py
 bench: build $(BIN)/.model
@@ -123,7 +123,7 @@ notebooks: dev $(BIN)/.model
 docs: dev
 	$(PIP) install --group docs && python docs/draw_pictures.py
 	rm -rf build/pages && mkdir -p build/pages
-	cp -r --parents *.md docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
+	cp -r --parents *.md CITATION.cff docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 lint: dev

@@ -14,7 +14,7 @@ def main() -> None:
         from h2o_prefill.cli.app import app
     except ModuleNotFoundError as error:
         needed = f"error: the command line needs the package {error.name}: "
-        sys.exit(f"{needed}pip install 'h2o_prefill[eval]'")
+        sys.exit(f"{needed}pip install 'h2o_prefill[hf]'")
     except ImportError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     signal.signal(signal.SIGINT, handler)

@@ -38,7 +38,7 @@ def load_model(
     torch_dtype = resolve_dtype(dtype)
     check_device(device)
     if importlib.util.find_spec("transformers") is None:
-        raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
+        raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[hf]'")
     folder = _local_folder(name_or_path)
     try:
         source = name_or_path if folder is None else str(folder)

@@ -44,7 +44,7 @@ class _Broken:
     [
         (
             {"typer": None},
-            "error: the command line needs the package typer: pip install 'h2o_prefill[eval]'",
+            "error: the command line needs the package typer: pip install 'h2o_prefill[hf]'",
         ),
         ({"h2o_prefill.cli.app": _Broken()}, "error: libtorch.so: undefined symbol"),
     ],
