@@ -99,6 +99,7 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
             f"{tokens} tokens after {past}",
             {"sizes": {"T": tokens, "P": past}},
         )
+    yield (*ATTENTION, *LINEAR[:1]), "lengths", "no batch", {"sizes": {"B": 0, "T": 5}}
     for dtype, ((heads, kv_heads), layout) in product(DTYPES, HEADS):
         sizes = {"B": 2, "H": heads, "G": kv_heads, "D": 32, "E": 48}
         name = f"{heads} heads of {kv_heads}, {layout}, {dtype}"
@@ -173,6 +174,13 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
     dense = {"settings": {"dense_layers": (1,)}, "fixed": nothing}
     yield ("prefill_attention_",), "in place", "a dense layer without scores", in_place | dense
     yield ("prefill_attention_",), "in place", "a window", {"fixed": {"window": 45}}
+    every = {
+        **{"checkpoint_memory": Ints(0, (2, 1, 2, 18)), "checkpoint_scores": Floats((2, 1, 2, 18))},
+        **{"checkpoint_errors": Floats((2, 1, 2, 4)), "sinks": Floats((4,))},
+    }
+    all_tensors = {"settings": {"recall": 2, "error_rows": 4, "max_widen": 1}, "fixed": every}
+    sizes = {"sizes": {"T": 77, "P": 0}, "dtype": "float32"}
+    yield ("prefill_attention_",), "in place", "every tensor", sizes | all_tensors
     for name, begin in (("are there already", 30), ("lie across their place", 20)):
         caches = {x: Floats((1, 2, 55, d)) for x, d in (("cache_key", 16), ("cache_value", 24))}
         parts = {x[6]: Part(x, begin, 20) for x in caches}

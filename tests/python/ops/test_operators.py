@@ -93,7 +93,7 @@ def written(operator):
 
 @pytest.mark.parametrize("operator", ["accumulate_scores_", "prefill_attention_"])
 def test_what_a_call_writes_shares_memory_with_nothing_else(device, operator):
-    name = ("settings", "all after 0, float32"), ("lengths", "33 tokens after 45")
+    name = ("in place", "every tensor"), ("lengths", f"{S + 1} tokens after 45")
     valid = example(operator, *name[operator not in SPARSE])
     arguments = arguments_of(valid, device)
     names = list(valid.arguments)
