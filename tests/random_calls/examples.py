@@ -50,7 +50,7 @@ OPTIONS = {
     "widening": {"error_rows": 4, "error_threshold": 0.03, "max_widen": 4},
     "all": {
         **{"recall": 2, "dense_tail": 9, "gqa_reduce": "max", "error_rows": 8, "max_widen": 6},
-        "error_threshold": 0.03,
+        "error_threshold": 1.2,
     },
 }
 # Softcap, scale, and what fills the sinks. A tiny cap makes all weights equal, a huge one none.
