@@ -24,10 +24,10 @@ TEST(Ops, AttentionEqualsMaskedSoftmax) {
 
   const auto last = x.call(kLength - kRows, kLength);
   EXPECT_TRUE(close(dense_attention(last.q, last.k, last.v), attend_causally(last).out));
-  const auto scaled = dense_attention(last.q, last.k, last.v, 0.5, at::arange(4), 1.5);
+  const auto sinks = at::arange(4, at::kFloat);
   const auto wide = [](const at::Tensor& t) { return t.to(at::kDouble); };
-  EXPECT_TRUE(close(
-      scaled, dense_attention(wide(last.q), wide(last.k), wide(last.v), 0.5, at::arange(4), 1.5)));
+  EXPECT_TRUE(close(dense_attention(last.q, last.k, last.v, 0.5, sinks, 1.5),
+                    dense_attention(wide(last.q), wide(last.k), wide(last.v), 0.5, sinks, 1.5)));
   const auto window = attend(last, causal_mask(kRows, kLength).triu(kLength - kRows - 9));
   const auto seen = sliding_window_attention(last.q, last.k, last.v, 10);
   EXPECT_TRUE(close(std::get<0>(seen), window.out) && close(std::get<1>(seen), window.lse));
