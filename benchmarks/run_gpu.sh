@@ -54,18 +54,18 @@ paths=(sm80)
 on_path() { echo env "H2O_PREFILL_CUDA_SM90=$([ "$1" = sm90 ] && echo 1 || echo 0)"; }
 
 tests() {
-  local attention=(tests/python/ops/test_{cuda,attention,chunked_sparse_attention,prefill_attention}.py)
+  local attention=(tests/python/ops/test_{cuda,operators,prefill_attention}.py)
   for path in "${paths[@]}"; do
     run "tests-$path" 150 $(on_path "$path") "$PYTHON" -m pytest -v -n 6 --maxfail=40 \
       -o faulthandler_timeout=60 -p no:cacheprovider -k cuda \
       $([ "$path" = sm80 ] && echo tests/python/ops || echo "${attention[@]}") &
-    # The sanitizer slows kernels down a hundred times: one problem of every kernel.
+    # The sanitizer slows kernels down a hundred times: a few problems of every kernel.
     command -v compute-sanitizer >/dev/null || continue
     for tool in memcheck racecheck synccheck; do
-      local problem="every_kernel and dtype1-128"
-      [ $tool = racecheck ] && problem="every_kernel and dtype1-64 and (intra or memory_att or recall or select)"
+      local problem="cuda and latent"
+      [ $tool = racecheck ] && problem="cuda and (chunks or budgets)"
       run "sanitizer-$tool-$path" 130 $(on_path "$path") compute-sanitizer --tool "$tool" \
-        --error-exitcode 9 "$PYTHON" -m pytest -v -p no:cacheprovider tests/python/ops/test_cuda.py \
+        --error-exitcode 9 "$PYTHON" -m pytest -v -p no:cacheprovider tests/python/ops/test_operators.py \
         -k "$problem" &
     done
   done

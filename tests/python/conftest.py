@@ -1,9 +1,14 @@
-"""Shared fixtures: poisoned memory, one thread unless a test sets more, --runslow."""
+"""Shared fixtures: poisoned memory, one thread unless a test sets more, --runslow.
+
+H2O_EMULATED_LIBRARY names a library whose operators run the CUDA kernels on the CPU.
+"""
 
 import hashlib
 import importlib
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import hypothesis
 import op_testing as testing
@@ -15,6 +20,13 @@ hypothesis.settings.register_profile(
     "any-load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any-load")
+
+if "H2O_EMULATED_LIBRARY" in os.environ:
+    folder = importlib.util.find_spec("h2o_prefill").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("h2o_prefill._library", f"{folder}/_library.py")
+    sys.modules[spec.name] = library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    library.LIBRARY = Path(os.environ["H2O_EMULATED_LIBRARY"])
 
 # Hugging Face's libraries read it when they are imported. No test needs their hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from random_calls.descriptions import Floats, Ints
 from random_calls.operators import INT32_MAX, RECALL, TENSORS, Arguments
 
@@ -69,7 +70,7 @@ def breakages(operator: str, a: Arguments) -> Changes:
     changes: Changes = {}
     for name in a.keys() & NUMBERS.keys():
         changes |= {f"{name} is {value}": {name: value} for value in NUMBERS[name]}
-    changes |= _tensors(TENSORS[operator], a)
+    changes |= _kinds(operator, a) | _tensors(TENSORS[operator], a)
     changes |= OTHERS.get(operator, lambda a: {})(a)
     return dict(sorted(changes.items()))
 
@@ -84,6 +85,26 @@ def changed(x: Any, **fields: Any) -> Any:
 def resized(x: Any, dim: int, size: int) -> Any:
     """Change a size of a description."""
     return changed(x, shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+# Without a tensor, and of sparse ones here, PyTorch itself says what is wrong.
+PYTORCHS = (*RECALL, "errors", "token_ids", "token_text")
+
+
+def _kinds(operator: str, a: Arguments) -> Changes:
+    """Break what any tensor must be: there, strided, and written at no place twice."""
+    schema = getattr(torch.ops.h2o_prefill, operator).default._schema.arguments
+    changes: Changes = {}
+    for x in schema:
+        tensor = a.get(x.name)
+        if not isinstance(tensor, (Floats, Ints)) or x.name in PYTORCHS:
+            continue
+        if isinstance(x.type, torch.TensorType):
+            changes[f"{x.name} is none"] = {x.name: None}
+        changes[f"{x.name} is sparse"] = {x.name: Ints(1, tensor.shape, tensor.dtype, "sparse")}
+        if x.is_write and max(tensor.shape, default=0) > 1 and 0 not in tensor.shape:
+            changes[f"{x.name} is expanded"] = {x.name: replace(tensor, layout="expanded")}
+    return changes
 
 
 def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
@@ -183,15 +204,21 @@ def _linear(a: Arguments) -> Changes:
     }
     if decay and 0 not in decay.shape:
         changes["the decay grows"] = {"log_decay": replace(decay, fill="positive")}
+        changes["the decay is nan"] = {"log_decay": replace(decay, fill="nan")}
     if state:
         changes["both directions of a state"] = {"causal": False}
+        elsewhere = Ints(1, state.shape, state.dtype, "meta")
+        changes["the state is on another device"] = {"initial_state": elsewhere}
+        if not a["normalize"]:
+            unused = Floats(state.shape[:3], state.dtype)
+            changes["a normalizer is not used"] = {"initial_normalizer": unused}
     if a["initial_normalizer"]:
         changes["the state is missing"] = {"initial_state": None}
     return _attention(a) | changes
 
 
-def _positions(a: Arguments, name: str, length: int, ascending: bool = True) -> Changes:
-    """Break lists of positions below `length`."""
+def _positions(a: Arguments, name: str, length: int, kind: str = "ascending") -> Changes:
+    """Break lists of positions below `length`: "ascending" ones, "dense" ones or any."""
     x = a[name]
     if x is None or 0 in x.shape or not x.values:
         return {}
@@ -205,9 +232,10 @@ def _positions(a: Arguments, name: str, length: int, ascending: bool = True) -> 
     values = {"-5": -5, "the length": length, "2^31 - 1": INT32_MAX, "-2^31": -INT32_MAX - 1}
     changes = {f"{name} holds {what}": changed(0, value) for what, value in values.items()}
     long = next((i for i, row in enumerate(rows) if len(row) > 1 and min(row[:2]) >= 0), None)
-    if ascending and long is not None:
+    if kind != "any" and long is not None:
+        changes[f"{name} holds a position after -1"] = changed(long, -1, rows[long][0])
+    if kind == "ascending" and long is not None:
         first, second = rows[long][:2]
-        changes[f"{name} holds a position after -1"] = changed(long, -1, first)
         changes[f"{name} holds a position twice"] = changed(long, first, first)
         changes[f"{name} falls"] = changed(long, second, first)
     return changes
@@ -250,10 +278,10 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
     "chunkwise_linear_attention": _linear,
     "chunkwise_linear_attention_backward": _linear,
     "dense_attention": lambda a: _attention(a) | _longer_query(a),
-    "gather_rows": lambda a: _positions(a, "indices", a["x"].shape[2], ascending=False),
+    "gather_rows": lambda a: _positions(a, "indices", a["x"].shape[2], "any"),
     "intra_chunk_attention": _attention,
     "memory_attention": lambda a: (
-        _attention(a) | _positions(a, "indices", a["k"].shape[2], ascending=False)
+        _attention(a) | _positions(a, "indices", a["k"].shape[2], "dense")
     ),
     "prefill_attention": _history,
     "prefill_attention_": _buffers,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from random_calls.broken import breakages
-from random_calls.descriptions import anything, build
+from random_calls.descriptions import Part, anything, build_all
 from random_calls.draw import Draw
 from random_calls.judge import Judge
 from random_calls.operators import Arguments, draw_arguments
@@ -53,7 +53,9 @@ def draw_call(draw: Draw, operator: str, kinds: tuple[str, ...] = KINDS) -> Call
     return Call(operator, arguments, kind, what, changed)
 
 
-def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> None:
+def check_call(
+    call: Call, judge: Judge | None = None, traces: bool = True, device: str = "cpu"
+) -> None:
     """Make a call. It must be refused or give the right result, and change nothing else.
 
     With `traces`, compare its result with what tracing says of it.
@@ -61,8 +63,7 @@ def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> N
     judge = judge or Judge()
     operator = getattr(torch.ops.h2o_prefill, call.operator)
     schema = operator.default._schema.arguments
-    # Those that are not given have their default, or are None.
-    arguments = [build(call.arguments.get(x.name, x.default_value)) for x in schema]
+    arguments = arguments_of(call, device)
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     try:
         result = operator(*arguments)
@@ -73,12 +74,40 @@ def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> N
         _check_same(judge, arguments, before)
         return
     judge.true(f"accepted although {call.breakage}", call.kind != "broken")
-    kept = [i for i, x in enumerate(schema) if not x.is_write]
+    # A part of an argument that is written may change with it.
+    kept = [
+        i
+        for i, x in enumerate(schema)
+        if not x.is_write and not isinstance(call.arguments.get(x.name), Part)
+    ]
     _check_same(judge, [arguments[i] for i in kept], [before[i] for i in kept])
     if call.kind == "valid":
-        check_result(judge, call.operator, arguments, before, result)
+        copies = (_on_cpu(arguments), _on_cpu(before))
+        results = _on_cpu(result) if isinstance(result, tuple) else _on_cpu([result])[0]
+        check_result(judge, call.operator, *copies, results)
         if traces:
             _check_fake(operator, before, result)
+
+
+def arguments_of(call: Call, device: str = "cpu") -> list[Any]:
+    """Build the arguments of a call. Those that are not given have their default, or are None."""
+    schema = getattr(torch.ops.h2o_prefill, call.operator).default._schema.arguments
+    given = {x.name: call.arguments.get(x.name, x.default_value) for x in schema}
+    return list(build_all(given, device).values())
+
+
+def outcome(call: Call, device: str = "cpu") -> list[Tensor]:
+    """Make a call, and return its results and the tensors that it may change."""
+    operator, arguments = getattr(torch.ops.h2o_prefill, call.operator), arguments_of(call, device)
+    result = operator(*arguments)
+    pairs = zip(operator.default._schema.arguments, arguments, strict=True)
+    changed = [x for declared, x in pairs if declared.is_write]
+    found = [*(result if isinstance(result, tuple) else (result,)), *changed]
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+def _on_cpu(values: Any) -> Any:
+    return type(values)(x.cpu() if isinstance(x, Tensor) else x for x in values)
 
 
 def check_refusal(judge: Judge, kind: str, error: Exception) -> None:

@@ -33,12 +33,14 @@ class Floats:
     # One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is
     # NaN around it.
     layout: str = "contiguous"
-    # "normal", "zeros", "positive", "negative", "huge"; "ties", few distinct numbers; "inf" and
-    # "nan" are a few among normal numbers.
+    # "normal", "zeros", "positive", "negative", "huge"; "ties", few distinct numbers; "inf", "-inf"
+    # and "nan" are a few among normal numbers.
     fill: str = "normal"
     seed: int = 0
+    # Rows from this one on, in the dimension before the last, are NaN: nothing has written them.
+    rows: int | None = None
 
-    def build(self) -> Tensor:
+    def build(self, device: str = "cpu") -> Tensor:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed))
         if self.fill == "zeros":
             x = x * 0
@@ -50,7 +52,9 @@ class Floats:
             x = x * 1e4
         elif self.fill != "normal" and x.numel():
             x.view(-1)[:: max(1, x.numel() // 3)] = float(self.fill)
-        return _lay_out(x.to(getattr(torch, self.dtype)), self.layout)
+        if self.rows is not None:
+            x[..., self.rows :, :] = float("nan")
+        return _lay_out(x.to(device, getattr(torch, self.dtype)), self.layout)
 
 
 @dataclass(frozen=True)
@@ -64,29 +68,50 @@ class Ints:
     # One of `LAYOUTS`; "meta", without memory; or "sparse", a list of its entries.
     layout: str = "contiguous"
 
-    def build(self) -> Tensor:
+    def build(self, device: str = "cpu") -> Tensor:
         dtype, values = getattr(torch, self.dtype), self.values
         if isinstance(values, int):
-            x = torch.full(self.shape, values, dtype=dtype)
+            x = torch.full(self.shape, values, dtype=dtype, device=device)
             return x.to_sparse() if self.layout == "sparse" else _lay_out(x, self.layout)
         if values and isinstance(values[0], tuple):
             values = [x for row in values for x in row + (-1,) * (self.shape[-1] - len(row))]
-        x = torch.tensor(values, dtype=torch.int64).to(dtype)
+        x = torch.tensor(values, dtype=torch.int64).to(device, dtype)
         return _lay_out(x.view(self.shape), self.layout)
 
 
-def build(argument: Any) -> Any:
+@dataclass(frozen=True)
+class Part:
+    """Positions [begin, begin + length) of another argument, a tensor [B, Hkv, capacity, D]."""
+
+    of: str
+    begin: int
+    length: int
+
+
+def build(argument: Any, device: str = "cpu") -> Any:
     """Return what a description stands for; anything else is returned as it is."""
     if isinstance(argument, (Floats, Ints)):
-        return argument.build()
+        return argument.build(device)
     if isinstance(argument, (list, tuple)):
-        return type(argument)(build(item) for item in argument)
+        return type(argument)(build(item, device) for item in argument)
     return argument
+
+
+def build_all(arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Return what the arguments of a call stand for. Positions are read on the CPU."""
+    built = {n: build(x, "cpu" if n == "position" else device) for n, x in arguments.items()}
+    for name, part in arguments.items():
+        if isinstance(part, Part):
+            built[name] = built[part.of].narrow(2, part.begin, part.length)
+    return built
 
 
 def _lay_out(x: Tensor, layout: str) -> Tensor:
     if layout == "meta":
         return x.to("meta")
+    if layout == "expanded":  # what is the same along a dimension lies there once
+        dim = next(i for i, size in enumerate(x.shape) if size > 1)
+        return x.narrow(dim, 0, 1).expand(x.shape)
     if layout == "transposed" and x.dim() >= 3:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "column" and x.dim() >= 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +68,10 @@ class Problem:
     draw: Draw
     sizes: dict[str, int]
     dtype: str
+    # One of `LAYOUTS` for all tensors, fields of the settings, and whole arguments; else drawn.
+    layout: str | None = None
+    settings: dict[str, Any] | None = None
+    fixed: Arguments = field(default_factory=dict)
 
     @classmethod
     def drawn(cls, draw: Draw, longest: int = 200, least: int = 0) -> Problem:
@@ -90,6 +94,8 @@ class Problem:
     @cached_property
     def config(self) -> PrefillConfig:
         """Settings of the call."""
+        if self.settings is not None:
+            return PrefillConfig(**self.settings)
         return draw_settings(self.draw, self["S"], layers=4)
 
     def __getitem__(self, letter: str) -> int:
@@ -98,6 +104,15 @@ class Problem:
     def resized(self, **sizes: int) -> Problem:
         """Return the problem with other sizes."""
         return replace(self, sizes=self.sizes | sizes)
+
+    def like(self, sizes: dict[str, int], **changes: Any) -> Problem:
+        """Return the problem with the sizes, and the other changes, of an example."""
+        sizes = self.sizes | sizes
+        return replace(self, sizes=sizes | {"S": sizes["P"] + sizes["T"]}, **changes)
+
+    def lie(self) -> str:
+        """Return how a tensor lies in memory."""
+        return self.layout or self.draw.choice(LAYOUTS)
 
     @property
     def per_head(self) -> tuple[int, int]:
@@ -109,7 +124,7 @@ class Problem:
         wide = "float64" if self.dtype == "float64" else "float32"
         dtype = {"x": self.dtype, "a": wide, "f": self.draw.choice(DTYPES)}[spec[0]]
         shape = tuple(self.sizes[letter] for letter in spec[1:])
-        return Floats(shape, dtype, self.draw.choice(LAYOUTS), fill, self.draw.seed())
+        return Floats(shape, dtype, self.lie(), fill, self.draw.seed())
 
     def scale(self) -> float | None:
         """Return a softmax scale."""
@@ -123,7 +138,7 @@ class Problem:
         for _ in range(self["B"] * self["G"]):
             chosen = self.draw.sample(self.draw.integer(0, width), most)
             rows.append(tuple(sorted(chosen) if ascending else chosen))
-        return Ints(tuple(rows), (*self.per_head, width), "int32", self.draw.choice(LAYOUTS))
+        return Ints(tuple(rows), (*self.per_head, width), "int32", self.lie())
 
     def recall(self) -> Arguments:
         """Return the lists of recalled keys of each block of rows, or None of them."""
@@ -131,12 +146,13 @@ class Problem:
         offsets, positions, visible_from = [0], [], []
         for begin in list(range(0, self["T"], block)) * self["B"]:
             last = min(begin + block, self["T"]) - 1
-            chosen = self.draw.sample(self.draw.choice([0, self.draw.integer(0, 5)]), self["S"])
+            few = self.draw.choice([0, self.draw.integer(0, 5)])
+            chosen = self.draw.sample(9 if self.settings else few, self["S"])
             rows = sorted(self["P"] + self.draw.integer(begin, last) for _ in chosen)
             positions += chosen
             visible_from += rows
             offsets.append(len(positions))
-        if self.draw.chance(0.5):
+        if not self.settings["recall"] if self.settings else self.draw.chance(0.5):
             return dict.fromkeys(RECALL)
         lists = (offsets, positions, visible_from)
         return {x: Ints(tuple(y), (len(y),)) for x, y in zip(RECALL, lists, strict=True)}
@@ -165,7 +181,7 @@ class Problem:
     def position(self) -> Ints:
         """Return the tokens so far and where the last chunk began, int64 [2]."""
         begin = self.draw.integer(0, self["P"])
-        return Ints((self["P"], begin), (2,), "int64", self.draw.choice(LAYOUTS))
+        return Ints((self["P"], begin), (2,), "int64", self.lie())
 
 
 def settings_text(draw: Draw, config: PrefillConfig) -> str:
@@ -173,14 +189,18 @@ def settings_text(draw: Draw, config: PrefillConfig) -> str:
     return f"{draw.choice(['h2o', 'recommended'])},{config.native.to_fields()}"
 
 
-def draw_arguments(draw: Draw, operator: str) -> Arguments:
-    """Draw the arguments of a valid call."""
+def draw_arguments(draw: Draw, operator: str, **example: Any) -> Arguments:
+    """Draw the arguments of a valid call; `example` has what of a `Problem` is not drawn."""
     p = Problem.drawn(draw, 100 if "token_ids" in TENSORS[operator] else 200)
+    if example:
+        p = p.like(**example)
     given = GROUPS[operator](p) if operator in GROUPS else {}
     arguments: Arguments = {}
     for argument in getattr(torch.ops.h2o_prefill, operator).default._schema.arguments:
         name = argument.name
-        if name in given:
+        if name in p.fixed:
+            arguments[name] = p.fixed[name]
+        elif name in given:
             arguments[name] = given[name]
         elif name in VALUES:
             arguments[name] = VALUES[name](p)
@@ -197,14 +217,14 @@ def _prefill_of_layer(p: Problem) -> Arguments:
 
 
 def _prefill_in_place(p: Problem) -> Arguments:
-    position, layer = p.position(), p.draw.integer(0, 3)
+    position, layer = p.position(), p.fixed.get("layer", p.draw.integer(0, 3))
     width = p.config.of_layer(layer).memory_size
     # What another prompt left, where this is the first call.
     memory = p.positions(position.values[1] if p["P"] else 40, min(width, 150))
     buffers = p.resized(C=p["S"] + p.draw.integer(0, 9))
     return {
-        "cache_key": buffers.tensor("xBGCD"),
-        "cache_value": buffers.tensor("xBGCE"),
+        "cache_key": replace(buffers.tensor("xBGCD"), rows=p["P"]),
+        "cache_value": replace(buffers.tensor("xBGCE"), rows=p["P"]),
         "scores": replace(buffers.tensor("aBGC", "positive"), layout="contiguous"),
         "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
         "position": position,
@@ -265,7 +285,7 @@ def _linear(p: Problem) -> Arguments:
 def _token_ids(p: Problem) -> Ints:
     words, batch = p.draw.choice([1, 3, 20]), p.draw.choice([1, 2, 0])
     values = tuple(p.draw.integer(0, words - 1) for _ in range(batch * p["S"]))
-    return Ints(values, (batch, p["S"]), "int64", p.draw.choice(LAYOUTS))
+    return Ints(values, (batch, p["S"]), "int64", p.lie())
 
 
 def _budget(p: Problem) -> int:

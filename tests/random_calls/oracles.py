@@ -3,16 +3,25 @@
 from typing import Any
 
 import torch
-from op_testing import FLOAT32_TOLERANCE, error_measures, widened
-from random_calls.judge import Judge
+from op_testing import widened
+from random_calls.judge import FLOAT32_TOLERANCE, Judge
 from torch import Tensor
 
-from h2o_prefill import ops
 from h2o_prefill.reference import ops as reference
 from h2o_prefill.state import no_errors
 
 Config = torch.classes.h2o_prefill.PrefillConfig
 Arguments = list[Any]
+
+
+def error_measures(errors: Tensor) -> tuple[Tensor, ...]:
+    """Return what to compare of errors [B, Hkv, 4], float64; an error becomes a size.
+
+    An output rounded to 16 bits has a relative error of at most one eps, the size of an error as
+    well.
+    """
+    doublings, total, number, factors = errors.double().unbind(2)
+    return doublings, (total / number.clamp(min=1)).sqrt(), number, factors
 
 
 def check_result(judge: Judge, name: str, after: Arguments, before: Arguments, result: Any) -> None:
@@ -108,7 +117,7 @@ def _sparse(judge: Judge, after: Arguments, before: Arguments, result: Any) -> N
             judge.near("errors", measured, wanted, tolerance)
     except AssertionError:
         margin = 0.05 if before[0].dtype.itemsize == 2 else 1e-3
-        if _is_stable(wide, expected, margin):
+        if judge.strict or _is_stable(wide, expected, margin):
             raise
 
 
@@ -173,15 +182,12 @@ def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result:
         return
     state = (scores[..., :past], memory) if past else (None, None)
     last_chunk_begin = last_chunk_begin if past else 0
-    expected = ops.prefill_attention(
-        q, keys, values, *state, *recall, last_chunk_begin, layer, text, *options, errors
-    )
-    judge.near("output", result, expected[0])
-    judge.near("scores", after[5][..., :end], expected[1])
-    width = expected[2].shape[2]
-    judge.same("memory set", after[6][..., :width], expected[2])
+    config, known = config.of_layer(layer), after[-2]
+    width = config.memory_size()
+    arguments = [q, keys, values, *state, *recall, last_chunk_begin, config, *options, errors]
+    held = (result, after[5][..., :end], after[6][..., :width])
+    _sparse(judge, after, arguments, (*held, no_errors(k) if known is None else known))
     judge.true("-1 after the memory set", bool((after[6][..., width:] == -1).all()))
-    judge.same("errors", after[-2], expected[3] if errors is not None else None)
 
 
 CHECKS = {

@@ -158,7 +158,7 @@ def fill_caches() -> None:
     draw, token = Draw(random.Random("settings")), torch.zeros(1, 1, 1, 8)
     for length in range(1, CACHED_SETTINGS):
         text = draw_settings(draw, length).replace(dense_layers=()).to_string()
-        ops.prefill_attention(*[token] * 3, *[None] * 5, 0, 0, text)
+        ops.chunked_sparse_attention(*[token] * 3, *[None] * 5, 0, text)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def failures_of(kind, count):
 
 @pytest.mark.parametrize("kind", ["prompts", "model"])
 def test_items_are_right(kind):
-    """Calls of operators, the third kind: tests/python/ops/test_random_calls.py."""
+    """Calls of operators, the third kind: tests/python/ops/test_operators.py."""
     failures = failures_of(kind, ITEMS)
     assert not failures, failures[0]
 

@@ -41,7 +41,7 @@ def test_matches_that_overlap_are_passed_over_at_once():
     assert torch.equal(positions[-1024:], torch.arange(8 * chunk - 1024, 8 * chunk).int())
 
 
-@pytest.mark.parametrize("tokens", [torch.zeros(1, 131072).long(), torch.arange(131072)[None] % 64])
-def test_lists_without_end_are_refused(tokens):
+def test_lists_without_end_are_refused():
+    tokens = torch.arange(131072)[None] % 64
     with pytest.raises(ValueError, match="recall must list at most 67108864 keys for the blocks"):
         ops.lexical_recall(tokens, 0, recall_text(1023, 1024))

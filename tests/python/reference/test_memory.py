@@ -31,19 +31,3 @@ def test_a_token_of_chunk_zero_stays_while_its_score_is_high_and_never_returns()
     for chunk in (1, 2):
         memory = build_memory_set(memory, chunk * S, (chunk + 1) * S, scores, L, 1)
     assert memory[0].tolist() == [[2, *range(3 * S - L, 3 * S)]] * 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"chunk_start": -1}, "chunk_start must be >= 0, got -1"),
-        ({"chunk_start": 9}, r"chunk_end must be >= chunk_start \(9\), got 8"),
-        ({"local_window_size": -3}, "local_window_size must be >= 0, got -3"),
-        ({"heavy_budget": -1}, "heavy_budget must be >= 0, got -1"),
-        ({"sink_tokens": -2}, "sink_tokens must be >= 0, got -2"),
-    ],
-)
-def test_wrong_sizes_are_named(change, message):
-    sizes = {"chunk_start": 0, "chunk_end": 8, "local_window_size": 2, "heavy_budget": 2}
-    with pytest.raises(ValueError, match=message):
-        build_memory_set(None, scores=torch.rand(1, 1, 8), **(sizes | change))

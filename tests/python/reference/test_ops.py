@@ -121,6 +121,30 @@ def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     assert (scores[..., [S + 2, S + 3]] == 0).all() and (scores[..., [S, S + 4]] > 0).all()
 
 
+def test_budgets_grow_where_errors_are_large():
+    """0.01 lies far from the errors of these heads: the first has none."""
+    q, k, v = random_qkv(5 * S + 3)
+    v[:, 0] = 1.0  # whatever the head attends to, the output is the same
+    settings = text(sink_tokens=3, error_rows=4, error_threshold=0.01, max_widen=4)
+    *_, memory, errors = ops.chunked_sparse_attention(q, k, v, None, None, *NO_RECALL, 0, settings)
+    assert errors[0, :, 0].tolist() == [0, 2]
+    assert errors[0, :, 2:].tolist() == [[5, 5], [5, 1 + 2 + 3 * 4]]
+    assert (memory[0] >= 0).sum(-1).tolist() == [3 + L + H, 3 + 4 * (L + H)]
+
+
+def test_a_head_has_the_budgets_of_its_widening():
+    q, k, v = random_qkv(6 * S)
+    errors = torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0]]] * 2)
+    wide = text(error_rows=4, error_threshold=1e9, max_widen=4)
+    out, *_ = ops.chunked_sparse_attention(q, k, v, None, None, *NO_RECALL, 0, wide, errors=errors)
+    for head, factor in enumerate((2, 1)):
+        rows, sizes = slice(2 * head, 2 * head + 2), {"local_window": L, "heavy_budget": H}
+        alone = q[:, rows], k[:, head : head + 1], v[:, head : head + 1]
+        narrow = text(**{name: factor * size for name, size in sizes.items()})
+        one = ops.chunked_sparse_attention(*alone, None, None, *NO_RECALL, 0, narrow)
+        assert_equal(out[:, rows], one[0])
+
+
 def test_phases_are_attention_over_their_keys():
     q, k, v = random_qkv(20)
     out, lse, colsum = ops.intra_chunk_attention(q, k, v, S, scale=0.3)

@@ -65,12 +65,6 @@ def test_worked_example():
     ]
 
 
-def test_wrong_sizes_are_named():
-    for begin, matches, message in ((5, 1, r"begin must be in \[0, 4\], got 5"), (0, 0, "recall")):
-        with pytest.raises(ValueError, match=message):
-            entries([[1, 2, 3, 4]], begin, 4, matches)
-
-
 def test_characters_match_across_tokens():
     """Two tokens say "abcd"; other tokens said it before, and "ef" follows."""
     texts = ["ab", "cd", "ef", "a", "bc", "d", "x", ""]
