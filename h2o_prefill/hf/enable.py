@@ -19,10 +19,10 @@ from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.cache import (
     CACHE_NAMES,
     StaticPrefillCache,
+    adopt,
     cache_argument,
     leave_shared,
     note_use,
-    take_over,
 )
 from h2o_prefill.hf.forward import (
     EnabledState,
@@ -387,13 +387,12 @@ def before_forward(
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
     changed: dict[str, Any] = {}
-    given = arguments["cache"]
-    if given is not None and context.cache is None:
+    if arguments["cache"] is not None and context.cache is None:
         own = layers_here(model) if len(context.modules) == 1 else None
-        ours = take_over(given) if own is None else StageCache.of(given, own)
-        arguments["cache"] = ours
-        args = tuple(ours if x is given else x for x in args)
-        kwargs = {name: ours if x is given else x for name, x in kwargs.items()}
+        if own is None:
+            adopt(arguments["cache"])
+        else:
+            StageCache.of(arguments["cache"], own)
     if len(context.modules) > 1:
         context.add_arguments(arguments)
         return args, kwargs

@@ -235,23 +235,9 @@ class CacheSnapshot:
             if layer.get_seq_length() >= attributes["cumulative_length"]:
                 vars(layer).update(attributes)
         changed = [layer for layer, versions in self._others if _versions(layer) != versions]
-        if changed:
-            self._cache._h2o_prefill_broken = type(changed[0]).__name__
+        if changed and isinstance(self._cache, KeepsTokenIds):
+            self._cache.failed = True
         del self._layers[self._count :]
-
-
-def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset."""
-    kind = getattr(cache, "_h2o_prefill_broken", None)
-    if kind is None:
-        return
-    if cache.get_seq_length() == 0:
-        del cache._h2o_prefill_broken
-        return
-    raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
-        "updated; reset() the cache, or use a new one"
-    )
 
 
 def _versions(layer: Any) -> list[tuple[str, int, Any]]:
@@ -309,7 +295,8 @@ class ForwardContext:
         if self.tokens is None:
             self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
-            check_usable(cache)
+            if isinstance(cache, KeepsTokenIds):
+                cache.check_usable()
             self.cache = cache
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()

@@ -17,7 +17,7 @@ from hf_helpers import (
 from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
-from h2o_prefill import enable
+from h2o_prefill import ChunkedPrefillCache, enable
 
 SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
@@ -149,10 +149,32 @@ def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llam
         llama(ids[:, :40], past_key_values=cache)
         with failing(llama.model.layers[1].mlp):
             llama(ids[:, 40:], past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"half updated; reset\(\) the cache"):
+        with pytest.raises(RuntimeError, match=r"half updated; reset\(\) it"):
             llama(ids[:, 40:], past_key_values=cache)
         cache.reset()
         assert_close(llama(ids, past_key_values=cache).logits, llama(ids).logits)
+
+
+def test_a_failed_cache_goes_on_from_a_checkpoint(llama, make_ids):
+    """Layers of a failed cache hold different numbers of tokens."""
+    ids = make_ids(1, 96)
+    with enable(llama, **RECALL):
+        failed, other = (
+            ChunkedPrefillCache(config=llama.config, checkpoints=True) for _ in range(2)
+        )
+        for cache, length in ((failed, 96), (other, 32)):
+            llama(ids[:, :length], past_key_values=cache)
+        failed.failed = True
+        failed.layers[1].crop(-40)
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, :16], past_key_values=failed)
+        assert failed.checkpoint_before(80) == 48
+        failed.crop(60 - 96)  # no checkpoint
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, :16], past_key_values=failed)
+        failed.crop(32 - failed.get_seq_length())
+        logits = [llama(ids[:, 32:], past_key_values=cache).logits for cache in (failed, other)]
+        assert torch.equal(*logits) and failed.token_ids.equal(ids)
 
 
 @pytest.mark.parametrize("own", [False, True])
