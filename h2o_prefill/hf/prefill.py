@@ -127,7 +127,7 @@ def chunked_prefill(
     sparse: Any = contextlib.nullcontext(handle)
     if handle is None:
         sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
-    with sparse as used, torch.no_grad(), announce(past + tokens.shape[1]):
+    with sparse as used, torch.no_grad(), announce(used.state, past + tokens.shape[1]):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
