@@ -77,7 +77,7 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     layer, config = call.cache_layer, call.config
     assert layer is None or isinstance(layer, ChunkedPrefillLayer)
     if layer is not None:
-        call.context.keep_state(layer)
+        call.context.was_sparse = True
     total, batch = call.past + prompt.shape[2], prompt.shape[0]
     recall = call.context.recall_lists(batch, call.past, call.new, prompt.device)
     if layer is not None and layer.holds(key, value):

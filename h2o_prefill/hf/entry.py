@@ -20,9 +20,8 @@ from h2o_prefill.hf.cache import (
     CACHE_NAMES,
     KeepsTokenIds,
     StaticPrefillCache,
-    cache_argument,
+    adopt,
     note_use,
-    take_over,
 )
 from h2o_prefill.hf.forward import (
     ForwardContext,
@@ -65,17 +64,14 @@ class Entry:
         caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
         return {**given, "cache": next(caches, None)}
 
-    def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
-    ) -> Arguments:
-        """Return the arguments of a forward with other values for some that it takes."""
-        for name, value in changed.items():
-            index = self.names.index(name)
-            if index < len(args):
-                args = (*args[:index], value, *args[index + 1 :])
-            else:
-                kwargs = {**kwargs, name: value}
-        return args, kwargs
+    def with_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any) -> Arguments:
+        """Return the arguments of a forward with a cache where none was given."""
+        name = next(name for name in CACHE_NAMES if name in self.names)
+        index = self.names.index(name)
+        if index < len(args):
+            return (*args[:index], cache, *args[index + 1 :]), kwargs
+        others = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
+        return args, {**others, name: cache}
 
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
         """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
@@ -168,7 +164,6 @@ def run_generate(entry: Entry, generate: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _check_begins_with(cache: Any, ids: Tensor) -> None:
     """Raise ValueError if a prompt is not the text of its cache and more."""
-    cache = getattr(cache, "_h2o_prefill_cache", cache)
     cached = cache.token_ids if isinstance(cache, KeepsTokenIds) else None
     if cached is None or len(ids) != len(cached):
         return
@@ -188,8 +183,8 @@ def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
         return
     if context.call is not None:
         _end_in_static_cache(context, context.call)
-    cache = context.cache, context.begun, context.was_sparse
-    note_use(entry.handle.model, context.enabled, context.config, *cache)
+    used = context.cache, context.begun, context.was_sparse
+    note_use(entry.handle.model, context.enabled, context.config, *used)
 
 
 @torch.compiler.disable
@@ -199,29 +194,26 @@ def _prepare(
     """Tell a context the arguments of a forward; return those that the forward needs."""
     model = entry.module
     arguments = entry.read(args, kwargs)
-    changed: dict[str, Any] = {}
-    given = arguments["cache"]
-    if given is not None and context.cache is None:
-        own = layers_here(model) if len(context.modules) == 1 else None
-        ours = take_over(given) if own is None else StageCache.of(given, own)
-        arguments["cache"] = ours
-        args = tuple(ours if x is given else x for x in args)
-        kwargs = {name: ours if x is given else x for name, x in kwargs.items()}
+    cache = arguments["cache"]
+    if cache is not None and context.cache is None:
+        layers = layers_here(model) if len(context.modules) == 1 else None
+        if layers is None:
+            adopt(cache)
+        else:
+            StageCache.of(cache, layers)
     if len(context.modules) > 1:
         context.add_arguments(arguments)
         return args, kwargs
     if entry.makes_cache(arguments):
         cache = new_cache(model)
-        changed |= cache_argument(model, cache)
-        # What the caller gave by the other names is None.
-        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        args, kwargs = entry.with_cache(args, kwargs, cache)
         # A call without a cache verifies no candidates.
         arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
     context.check()
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
         _begin_in_static_cache(context, arguments.get("attention_mask"))
-    return entry.replace(args, kwargs, changed)
+    return args, kwargs
 
 
 def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o_prefill import ops
 from h2o_prefill._warn import warn
@@ -28,7 +28,6 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.state import PrefillState
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -180,81 +179,6 @@ def call_in_graph() -> GraphCall | None:
     return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
 
 
-class CacheSnapshot:
-    """The state of a cache before a forward: full layers by length, sliding layers by reference.
-
-    Layers that change their tensors in place (static caches, linear attention) and layers of
-    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
-    using it again would continue from half of a call.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        # The list itself, even if empty: a cache may get its layers only as it grows.
-        self._layers: list[Any] = getattr(cache, "layers", [])
-        self._count = len(self._layers)
-        self._full: list[tuple[Any, int]] = []
-        self._sliding: list[tuple[Any, dict[str, Any]]] = []
-        self._others: list[tuple[Any, Any]] = []
-        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
-        for layer in self._layers:
-            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
-                self._full.append((layer, layer.get_seq_length()))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self._sliding.append((layer, vars(layer).copy()))
-            else:
-                self._others.append((layer, _versions(layer)))
-
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember the scores and memory set of a layer, which are about to change in place."""
-        self._states.append((layer, None if layer.state is None else layer.state.clone()))
-
-    def restore(self) -> None:
-        """Restore every remembered layer and remove the layers added since."""
-        # Lengths, not references: the old keys of all layers would double the memory of the cache.
-        for layer, length in self._full:
-            if length == 0:
-                layer.reset()
-            elif layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
-        for layer, state in reversed(self._states):
-            # A cache that its user has cut since an interrupt stays cut.
-            if state is None or state.length <= layer.get_seq_length():
-                layer.state = state
-        for layer, attributes in self._sliding:
-            if layer.get_seq_length() >= attributes["cumulative_length"]:
-                vars(layer).update(attributes)
-        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
-        if changed:
-            self._cache._h2o_prefill_broken = type(changed[0]).__name__
-        del self._layers[self._count :]
-
-
-def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset."""
-    kind = getattr(cache, "_h2o_prefill_broken", None)
-    if kind is None:
-        return
-    if cache.get_seq_length() == 0:
-        del cache._h2o_prefill_broken
-        return
-    raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
-        "updated; reset() the cache, or use a new one"
-    )
-
-
-def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place."""
-    found = []
-    for name, value in vars(layer).items():
-        items = value.values() if isinstance(value, dict) else [value]
-        tensors = (x for x in items if isinstance(x, Tensor))
-        # Tensors of inference mode do not count their changes: they compare as changed.
-        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
-    return found
-
-
 class ForwardContext:
     """One forward of an enabled model, shared by the models nested in it."""
 
@@ -283,7 +207,6 @@ class ForwardContext:
         self.mask_reason: str | None = None  # why a mask was not plain causal
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
-        self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
@@ -298,14 +221,14 @@ class ForwardContext:
         if self.tokens is None:
             self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
-            check_usable(cache)
+            if isinstance(cache, KeepsTokenIds):
+                cache.check_usable()
             self.cache = cache
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()
             for layer in layers:
                 if isinstance(layer, ChunkedPrefillLayer):
                     layer.leave_inference_mode()
-            self._snapshot = CacheSnapshot(cache)
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
             if isinstance(mask, Mapping):
@@ -392,12 +315,6 @@ class ForwardContext:
         index = getattr(module, "layer_idx", None)
         return layers[index] if isinstance(index, int) and 0 <= index < len(layers) else None
 
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember a layer's state, which is about to change, in case the forward fails."""
-        self.was_sparse = True
-        if self._snapshot is not None:
-            self._snapshot.keep_state(layer)
-
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this key, once per forward."""
         if key not in self._shared:
@@ -405,19 +322,29 @@ class ForwardContext:
         return self._shared[key]
 
     def finish(self, failed: bool) -> None:
-        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
+        """Note the ids of a good forward with its cache, or that it has failed."""
         hidden = not failed and self.call is not None and any(self.call.hidden)
-        failed = failed or hidden
         if not failed and not is_traced():
             self._report_short_calls()
-        if failed and self._snapshot is not None:
-            self._snapshot.restore()
-        elif isinstance(self.cache, KeepsTokenIds):
-            self.cache.append_token_ids(self.input_ids)
-            if self.enabled.config.is_auto:
-                self.cache.min_prefill = self.config.sparse_from
+        if isinstance(self.cache, KeepsTokenIds):
+            if failed or hidden:
+                self.cache.failed = self._has_changed(self.cache)
+            else:
+                self.cache.append_token_ids(self.input_ids)
+                if self.enabled.config.is_auto:
+                    self.cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
+
+    def _has_changed(self, cache: KeepsTokenIds) -> bool:
+        """Return whether some layer of the cache has got tokens in this forward."""
+        layers: list[Any] = list(cache.layers)
+        # Layers of a recurrence do not count tokens.
+        return any(
+            not isinstance(x, CacheLayerMixin) or x.get_seq_length() != self.begun
+            for x in layers
+            if getattr(x, "is_initialized", True)
+        )
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""

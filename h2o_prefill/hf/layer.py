@@ -144,6 +144,7 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def exact_before(self, length: int) -> int:
         """Return the last length up to this one to which `crop` is exact."""
+        length = min(length, self.get_seq_length())
         if self._state is None or length >= self._state.length:
             return length
         return max((p for p in self.checkpoints or () if p <= length), default=0)

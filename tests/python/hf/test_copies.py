@@ -140,7 +140,7 @@ def test_a_compiled_model_shares_nothing(prompt, ask):
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_of_a_cache_that_was_taken_over(llama, ids, copy_of):
+def test_copies_of_a_cache_that_was_adopted(llama, ids, copy_of):
     """Copies of a user's cache go on by themselves; what edits it edits the ids that it holds."""
     with enable(llama, **RECALL):
         cache = transformers.DynamicCache(config=llama.config)
@@ -153,4 +153,4 @@ def test_copies_of_a_cache_that_was_taken_over(llama, ids, copy_of):
         other.crop(-30)
         again = llama(ids[:, -30:], past_key_values=other)
         assert torch.equal(again.past_key_values.token_ids, ids)
-        assert type(other) is transformers.DynamicCache
+        assert type(other) is ChunkedPrefillCache

@@ -20,7 +20,6 @@ from packaging.version import Version
 from transformers import DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.hf.cache import take_over
 
 GREEDY = {**GREEDY, "max_new_tokens": 12}
 
@@ -103,10 +102,10 @@ def test_chat_turns_stay_sparse(llama, make_ids, sparse_layers, kind):
         turn = torch.cat([first, make_ids(1, 40, seed=4)], dim=1)
         second = llama.generate(turn, past_key_values=cache, **GREEDY)
         assert sparse_layers == [72, 72, 41, 41]
-        assert torch.equal(take_over(cache).token_ids, second[:, : cache.get_seq_length()])
+        assert torch.equal(cache.token_ids, second[:, : cache.get_seq_length()])
         # A turn that is taken back leaves what was before it.
         cache.crop(-(cache.get_seq_length() - first.shape[1] + 1))
-        assert torch.equal(take_over(cache).token_ids, first[:, :-1])
+        assert torch.equal(cache.token_ids, first[:, :-1])
         again = llama.generate(turn, past_key_values=cache, **GREEDY)
     assert torch.equal(second, llama.generate(turn, **GREEDY)) and torch.equal(again, second)
 
