@@ -18,6 +18,7 @@ from transformers import StaticCache
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import EnabledState, ForwardContext
+from h2o_prefill.hf.kinds import LeftOutMask, form_of
 from h2o_prefill.hf.rules import dense_reason
 
 
@@ -151,10 +152,10 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     kwargs = {"position_ids": torch.arange(72), "use_cache": True, **arguments}
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
-    run = ForwardContext(EnabledState(config), None)
-    run.plain.add((72, 72))
-    given = (layer, query, key, key, None, dropout, None, kwargs)
-    found = dense_reason(Call(*given, config, run, None, None, None, key.shape[2]))
+    context = ForwardContext(EnabledState(config), None)
+    left_out = LeftOutMask(None, 72, 72, 0, 72, None, lambda: None)
+    given = (layer, query, key, key, None, dropout, None, kwargs, form_of(layer))
+    found = dense_reason(Call(*given, context, left_out=left_out))
     assert found is None if reason is None else reason in found
 
 
