@@ -1,4 +1,4 @@
-"""One forward of an enabled model: what it knows, what its graph is told, and how it is undone."""
+"""An enabled model, and what is known of its running forward."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ OWN_PADDING = (
     "called with does not have; pass the mask with this padding as attention_mask"
 )
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
-OTHER_TEXT = (
-    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
-    "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
-)
 
 # `context`: the running forward of this thread. `prompt`: what is known of the prompt of which a
 # function that calls the model is under way, `generate` as an example.
@@ -63,18 +59,14 @@ class EnabledState:
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)  # reasons already warned of
-    # Those whose self-attention layers do not say that they are causal: the mask alone makes
-    # them so.
+    # Those whose self-attention layers are causal by their masks alone.
     causal_by_mask: list[Any] = field(default_factory=list)
     # Whether every layer that can be sparse has a window (sliding, or chunks).
     only_windows: bool = False
-    # Whether layers with a window take no mask where it holds all keys.
-    leaves_window_masks: bool = False
-    # The windows of layers that take no mask where it hides some, and the kinds of these layers.
+    # The windows of layers that need no mask, and the kinds of these layers.
     windows: dict[int | None, str] = field(default_factory=dict)
-    # What the calls of each layer were, by its number.
-    calls: dict[Any, LayerCalls] = field(default_factory=dict)
-    # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
+    # What `error_rows` measured in each layer for the last prompt, [B, Hkv, 4].
     errors: dict[int, Tensor] = field(default_factory=dict)
     forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
@@ -103,18 +95,16 @@ class EnabledState:
         if layer is not None and errors is not None:
             self.errors[layer] = errors
 
-    def shortest_sparse_prompt(self, model: Any) -> int:
-        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        return self.config.shortest_sparse_prompt(self.like(model))
-
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""
         return torch.empty(0, device=model.device, dtype=model.dtype)
 
+    def shortest_sparse_prompt(self, model: Any) -> int:
+        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
+        return self.config.shortest_sparse_prompt(self.like(model))
+
     def resolve(self, model: Any, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
-        if not self.config.is_auto:
-            return self.config
         return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
     def marks(self, model: Any) -> Marks:
@@ -241,12 +231,12 @@ class ForwardContext:
     @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
-        given = self.enabled.config
-        if not given.is_auto:
-            return given
-        held = getattr(self.cache, "min_prefill", None) if self.begun else None
-        if held is not None and (held == given.chunk_size or self.new == 1):
-            return given.with_min_prefill(held)
+        config = self.enabled.config
+        if not config.is_auto:
+            return config
+        before = getattr(self.cache, "min_prefill", None) if self.begun else None
+        if before is not None and (before == config.chunk_size or self.new == 1):
+            return config.with_min_prefill(before)
         return self.enabled.resolve(self.model, self.prompt_length)
 
     @property
@@ -314,22 +304,22 @@ class ForwardContext:
 
     def finish(self, failed: bool) -> None:
         """Note the ids of a good forward with its cache, or that it has failed."""
+        cache = self.cache
         hidden = not failed and self.call is not None and any(self.call.hidden)
         if not failed and not is_traced():
             self._report_short_calls()
-        if isinstance(self.cache, KeepsTokenIds):
+        if isinstance(cache, KeepsTokenIds):
             if failed or hidden:
-                self.cache.failed = self._has_changed(self.cache)
+                cache.failed = self._has_changed(cache.layers)
             else:
-                self.cache.append_token_ids(self.input_ids)
+                cache.append_token_ids(self.input_ids)
                 if self.enabled.config.is_auto:
-                    self.cache.min_prefill = self.config.sparse_from
+                    cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
 
-    def _has_changed(self, cache: KeepsTokenIds) -> bool:
+    def _has_changed(self, layers: list[Any]) -> bool:
         """Return whether some layer of the cache has got tokens in this forward."""
-        layers: list[Any] = list(cache.layers)
         # Layers of a recurrence do not count tokens.
         return any(
             not isinstance(x, CacheLayerMixin) or x.get_seq_length() != self.begun
@@ -339,14 +329,13 @@ class ForwardContext:
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""
-        least, ids = self.config.sparse_from, self.input_ids
-        if self.cache is None or ids is None or ids.shape[1] < 2:
+        least, new, cache = self.config.sparse_from, self.new, self.cache
+        if not isinstance(cache, KeepsTokenIds) or self.input_ids is None or new < 2:
             return
-        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
         # A call that was long enough ends the count for good.
-        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
-        self.cache._h2o_prefill_short_tokens = tokens
-        if tokens >= 2 * least:
+        counts = new < least and cache.short_tokens >= 0
+        cache.short_tokens = cache.short_tokens + new if counts else -1
+        if cache.short_tokens >= 2 * least:
             self.enabled.report(
                 f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
                 "longer (prefill_chunk_size), or min_prefill smaller"
