@@ -12,19 +12,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -155,10 +149,11 @@ def _attend_in_chunks(
 def _sdpa_reads_as_causal(call: Call) -> bool:
     """Return whether sdpa's function would take the call for plain causal."""
     # Without a mask that function lets one query see every key, and is causal from the first key on
-    # for more; after a history that means something else than ours, unless we made the masks.
-    plain = call.left_out is None or call.left_out.is_plain
-    reads_as_causal = call.new == 1 or call.past == 0 or _needs_causal_mask(call)
-    return call.mask is None and plain and reads_as_causal
+    # for more; after a history that means something else, unless we have left out the mask.
+    left_out = call.left_out
+    if left_out is not None:
+        return left_out.is_plain
+    return call.mask is None and (call.new == 1 or call.past == 0)
 
 
 def suits_our_operators(call: Call) -> bool:
@@ -176,52 +171,26 @@ def suits_our_operators(call: Call) -> bool:
 
 
 def _mask(call: Call, name: str) -> Any:
-    mask, left_out = call.mask, call.left_out
-    if left_out is not None and not left_out.is_plain:
-        mask = call.shared(left_out, left_out.make)
-        if isinstance(mask, Tensor):
-            mask = mask[..., -call.new :, :]
-        if hasattr(mask, "to"):
-            device = call.query.device
-            mask = call.shared((left_out, call.new, device), partial(mask.to, device))
-    # One query sees every key without a mask, but some eager functions cannot do without one.
-    elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-        if make is None:
-            return None
-        key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
-        return call.shared(key, lambda: _causal_mask(call, make))
+    """Return the mask that an implementation takes, made if it was left out."""
+    mask, left_out, device = call.mask, call.left_out, call.query.device
+
+    def make() -> Any:
+        assert left_out is not None
+        made = left_out.make(
+            q_length=call.new,
+            q_offset=left_out.end - call.new,
+            kv_length=left_out.tokens,
+            allow_is_causal_skip=name != "eager",  # That takes none for no mask at all.
+        )
+        return made.to(device) if hasattr(made, "to") else made
+
+    if left_out is not None:
+        mask = call.shared((left_out, call.new, name, device), make)
     if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
         return call.shared((id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
-
-
-def _needs_causal_mask(call: Call) -> bool:
-    """Return whether no mask means causal up to the last key, since our mask function said so."""
-    # Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an
-    # empty static cache, and eager as no mask at all.
-    known = call.context is None or call.left_out is not None
-    return known and call.past >= 0 and call.is_causal
-
-
-def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
-    return make(
-        # Masks that are tensors broadcast over the batch; flex attention's do not.
-        batch_size=1 if make in (sdpa_mask, eager_mask) else call.query.shape[0],
-        q_length=call.new,
-        kv_length=call.total,
-        q_offset=call.past,
-        kv_offset=0,
-        mask_function=causal_mask_function,
-        attention_mask=None,
-        allow_is_causal_skip=True,
-        dtype=call.query.dtype,
-        config=call.module.config,
-        use_vmap=False,
-        device=call.query.device,
-    )
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

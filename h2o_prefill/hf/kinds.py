@@ -186,7 +186,8 @@ class LeftOutMask:
     first: int  # position of the first key
     end: int  # position after the last token
     spans: tuple[Span, ...] | None  # first token and end of every row of a padded batch
-    make: Callable[[], Any]  # makes the mask that the model's own attention implementation takes
+    # Makes the mask that the model's own attention implementation takes, of other sizes if given.
+    make: Callable[..., Any]
 
     @property
     def tokens(self) -> int:

@@ -59,16 +59,18 @@ def _mask(arguments: dict[str, Any]) -> Any:
         if left_out is not None:
             place.masks.append(left_out)
             return None
-    mask = make()
-    # Of a static cache with unused slots, None would be causal from the first key on.
-    return make(allow_is_causal_skip=False) if mask is None and _ends_differ(arguments) else mask
+    # With the unused slots of a static cache, no mask would be causal from the first key on; and a
+    # model that was never enabled may attend eagerly.
+    if enabled is None or _ends_differ(arguments):
+        return make(allow_is_causal_skip=False)
+    return make()
 
 
 def _left_out(
     arguments: dict[str, Any],
     enabled: EnabledState,
     place: ForwardContext | Prompt,
-    make: Callable[[], Any],
+    make: Callable[..., Any],
 ) -> LeftOutMask | None:
     """Return what a mask says, None if it must be made."""
     queries, keys = arguments["q_length"], arguments["kv_length"]
