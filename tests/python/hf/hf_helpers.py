@@ -122,10 +122,10 @@ def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def is_off(model: Any, implementation: str | None = None) -> bool:
-    """Return whether a model carries none of our hooks and its old attention."""
-    hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    """Return whether a model carries none of our wrappers and its old attention."""
+    wrapped = [m for m in model.modules() if {"forward", "generate"} & set(vars(m))]
     names = ("sdpa", "eager") if implementation is None else (implementation,)
-    return not hooks and model.config._attn_implementation in names
+    return not wrapped and model.config._attn_implementation in names
 
 
 @contextlib.contextmanager

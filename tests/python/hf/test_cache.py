@@ -125,21 +125,20 @@ def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):
     assert torch.equal(ours, in_calls(llama, DynamicCache(config=llama.config), ids, (30, 1, 41)))
 
 
-def test_an_interrupt_inside_the_forward_is_cleaned_up(llama, ids):
-    """Torch does not call closing hooks after one: the next call does it, or `disable`."""
-    block = llama.model.layers[1].mlp
+def test_a_cache_is_refused_after_an_interrupt_until_it_is_reset(llama, ids):
     with enable(llama, **SPARSE) as handle:
-        cache, other, fresh = (new_cache(llama) for _ in range(3))
-        for each in (cache, other):
-            llama(ids[:, :32], past_key_values=each)
-        expected = llama(ids[:, 32:], past_key_values=other).logits
-        with failing(block, KeyboardInterrupt):
+        cache, fresh = (new_cache(llama) for _ in range(2))
+        expected = llama(ids, past_key_values=cache).logits
+        with failing(llama.model.layers[1].mlp, KeyboardInterrupt):
             llama(ids[:, 32:], past_key_values=cache)
-        assert torch.equal(llama(ids[:, 32:], past_key_values=cache).logits, expected)
-        with failing(block, KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, 32:], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
+        with failing(llama.model.embed_tokens):
             llama(ids, past_key_values=fresh)
+        assert torch.equal(llama(ids, past_key_values=fresh).logits, expected)
         handle.disable()
-        assert fresh.get_seq_length() == 0
 
 
 def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llama, ids):

@@ -19,7 +19,7 @@ from hf_helpers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from h2o_prefill import ChunkedPrefillCache, enable, explain
-from h2o_prefill.hf.kinds import row_spans
+from h2o_prefill.hf.masks import row_spans
 
 MODELS = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "gpt-oss", "mistral"]
 SIDES = ["left", "right", "both"]
