@@ -16,11 +16,11 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_prefill import ops
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
 from h2o_prefill.hf.kinds import NAME, LayerForm, LeftOutMask, form_of, switched
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
-from h2o_prefill.identity import Marks, marks_of
+from h2o_prefill.hf.layer import graph
 from h2o_prefill.presets import PRESETS
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
@@ -107,9 +107,10 @@ class EnabledState:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
         return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
-    def marks(self, model: Any) -> Marks:
-        """Return what tells the present state of this model from others."""
-        return marks_of(model, self.token_text)
+    @functools.cached_property
+    def tokenizer(self) -> str:
+        """What tells the text of the tokens from others, as fingerprints have it."""
+        return "" if self.token_text is None else digest(self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
         return any(config is hf_config for config, _ in self.previous)
@@ -208,9 +209,6 @@ class ForwardContext:
                 cache.check_usable()
             self.cache = cache
             self.begun = self.past
-            for layer in getattr(cache, "layers", None) or ():
-                if isinstance(layer, ChunkedPrefillLayer):
-                    layer.leave_inference_mode()
 
     def check(self) -> None:
         """Warn of another attention implementation, and of a text too long for the model."""
@@ -313,6 +311,9 @@ class ForwardContext:
                 cache.failed = self._has_changed(cache.layers)
             else:
                 cache.append_token_ids(self.input_ids)
+                if self.was_sparse or not self.begun:
+                    cache.settings = self.config.to_string()
+                    cache.tokenizer = self.enabled.tokenizer
                 if self.enabled.config.is_auto:
                     cache.min_prefill = self.config.sparse_from
         if hidden:

@@ -29,9 +29,9 @@ def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(ll
         cache = new_cache(llama)
         in_calls(llama, cache, ids[:, :35], (32, 1, 1, 1))
         state = cache.layers[0].state
-        assert state.length == 32 and state.scores.shape[-1] == 32
+        assert state.scored == 32 and state.scores.shape[-1] == 32
         llama(ids[:, 35:], past_key_values=cache)
-        assert cache.layers[0].state.length == 80
+        assert cache.layers[0].state.scored == 80
         assert cache.layers[0].state.last_chunk_begin == 35 + 32
         # The local window belongs to the new call: its first chunk sees the decoded tokens.
         cache.crop(-(80 - 51))
@@ -61,7 +61,7 @@ def test_copies_go_on_independently(llama, ids, how):
             ours = llama(prompt[:, 32:], past_key_values=cache).logits
             whole = llama(prompt).logits[:, 32:]
             assert_close(ours, whole)
-        assert prefix.get_seq_length() == 32 and prefix.layers[0].state.length == 32
+        assert prefix.get_seq_length() == 32 and prefix.layers[0].state.scored == 32
 
 
 @pytest.mark.parametrize("how", ["reset", "crop"])
@@ -71,7 +71,7 @@ def test_an_emptied_cache_is_as_a_new_one(llama, ids, how):
         first = llama(ids, past_key_values=cache).logits
         cache.reset() if how == "reset" else cache.crop(-72)
         assert cache.get_seq_length() == 0 and cache.token_ids is None
-        assert all(layer.state is None for layer in cache.layers)
+        assert not any(layer.state.scored for layer in cache.layers)
         assert torch.equal(llama(ids, past_key_values=cache).logits, first)
 
 
@@ -85,12 +85,12 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
         assert cache.get_seq_length() == kept == cache.token_ids.shape[1]
         for layer, old in zip(cache.layers, before, strict=True):
             state, within_the_last_chunk = layer.state, kept > 64
-            assert state.length == kept and torch.equal(state.scores, old.scores[..., :kept])
+            assert state.scored == kept and torch.equal(state.scores, old.scores[..., :kept])
             assert state.last_chunk_begin == (64 if within_the_last_chunk else 0)
             memory = old.memory if within_the_last_chunk else torch.full_like(old.memory, -1)
             assert torch.equal(state.memory, memory) and torch.equal(state.errors, old.errors)
         assert llama(ids[:, kept:], past_key_values=cache).logits.isfinite().all()
-        assert cache.layers[0].state.length == (72 if kept < 71 else 71)
+        assert cache.layers[0].state.scored == (72 if kept < 71 else 71)
 
 
 def test_rows_can_be_repeated_selected_and_reordered(llama, make_ids):

@@ -1,5 +1,6 @@
 """`generate` in all its forms, with sparse prefill and dense decoding."""
 
+import copy
 import warnings
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_prompt_begins_with_the_text_of_the_cache(llama, ids, make_ids, chunks
 
         def answer(prompt, **more):
             options = {**GREEDY, "prefill_chunk_size": chunks, **more}
-            return llama.generate(prompt, past_key_values=cache.copy(), **options)
+            return llama.generate(prompt, past_key_values=copy.deepcopy(cache), **options)
 
         for prompt in (text, other) if length <= 72 else (other,):
             if length == 72 and chunks:
