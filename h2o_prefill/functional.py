@@ -30,6 +30,11 @@ class LayerOptions(NamedTuple):
     settings: str  # of all layers
     logits: LogitOptions
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The same as `LayerState.attend` takes them."""
+        return self.layer, self.settings, *self.logits, *self.recall
+
 
 def attend_in_buffers(
     query: Tensor,
@@ -50,16 +55,6 @@ def attend_in_buffers(
     held = query, *added, keys, values, scores, memory, position
     told: tuple[Any, ...] = (*recall, layer, settings, *logits, errors, window)
     return ops.prefill_attention_(*held, *told, *checkpoints)
-
-
-def attend_functionally(
-    query: Tensor, key: Tensor, value: Tensor, state: PrefillState | None, options: LayerOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the operator that returns a layer's state: output, scores, memory and errors."""
-    recall, layer, settings, logits = options
-    scores, memory, begin, errors = (None, None, 0, None) if state is None else state.fields
-    told = (*recall, begin, layer, settings, *logits)
-    return ops.prefill_attention(query, key, value, scores, memory, *told, errors)
 
 
 def sparse_attention(
