@@ -6,9 +6,7 @@ set(H2O_HOST_SOURCES
     bindings/register_classes.cpp
     bindings/register_layer_state.cpp
     bindings/register_runtime.cpp
-    common/atomic_file.cpp
     common/checks.cpp
-    common/checksum.cpp
     common/config.cpp
     common/crossover.cpp
     common/linear_attention_request.cpp
@@ -22,9 +20,7 @@ set(H2O_HOST_SOURCES
     core/layer_state.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
-    core/safetensors.cpp
     core/session.cpp
-    core/session_file.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp

@@ -10,7 +10,6 @@
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/holder.h"
-#include "common/memory_sets.h"
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
@@ -38,14 +37,6 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
   if (!lists) return {};
   const auto& [offsets, positions, visible_from] = *lists;
   return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
-}
-
-// The fields of PrefillState.
-using StateFields = std::tuple<at::Tensor, at::Tensor, int64_t, at::Tensor>;
-
-PrefillState layer_state(const StateFields& state) {
-  const auto& [scores, memory, last_chunk_begin, errors] = state;
-  return {scores, memory, last_chunk_begin, errors};
 }
 
 // The constructor takes every field by name, and there is a read-only attribute for each.
@@ -103,11 +94,6 @@ void register_config(torch::Library& m) {
            "Return the positions that a memory set holds at most: K + L + H.")
       .def("recall_block", of(&PrefillConfig::recall_block),
            "Return the number of rows that share a list of recalled keys.")
-      .def("next_memory",
-           [](const Config& self, const StateFields& state) {
-             return next_memory(layer_state(state), self->held);
-           },
-           "Return the memory sets that the next chunk after a state attends to.", {arg("state")})
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",

@@ -43,7 +43,7 @@ void register_layer_state(torch::Library& m) {
   m.class_<LayerState>("LayerState")
       .def(torch::init<bool, int64_t, int64_t>(),
            "What one layer knows of one prompt: keys, values, and the state of sparse prefill.",
-           {arg("checkpoints") = false, arg("initial_capacity") = 256,
+           {arg("checkpoints") = false, arg("initial_capacity") = LayerState::kInitialCapacity,
             arg("max_capacity") = LayerState::kMostTokens})
       .def_property("key", &tensor_of<&LayerState::key>)
       .def_property("value", &tensor_of<&LayerState::value>)

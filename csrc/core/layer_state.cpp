@@ -141,6 +141,7 @@ void LayerState::copy_from(const LayerState& other) {
 void LayerState::configure(bool checkpoints, int64_t max_capacity) {
   keeps_checkpoints_ = checkpoints;
   max_capacity_ = max_capacity;
+  initial_capacity_ = std::min(initial_capacity_, max_capacity);
   if (!checkpoints) checkpoints_.clear();
 }
 
@@ -419,8 +420,8 @@ std::vector<at::Tensor> LayerState::tensors(bool copies) const {
   header[Header::kLength] = length_;
   header[Header::kScored] = scored_;
   header[Header::kLastChunkBegin] = last_chunk_begin_;
-  header[Header::kInitialCapacity] = initial_capacity_;
-  header[Header::kMaxCapacity] = max_capacity_;
+  header[Header::kInitialCapacity] = copies ? initial_capacity_ : kInitialCapacity;
+  header[Header::kMaxCapacity] = copies ? max_capacity_ : kMostTokens;
   header[Header::kHasKeys] = key_.defined();
   header[Header::kKeepsCheckpoints] = keeps_checkpoints_;
   std::vector<at::Tensor> tensors(1);

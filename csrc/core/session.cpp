@@ -11,7 +11,9 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <random>
+#include <sstream>
 
 #include "common/rules.h"
 
@@ -84,6 +86,30 @@ std::vector<c10::IValue> read_tuple(const std::string& path) {
   }
 }
 
+// The words "name=value" of a fingerprint.
+std::map<std::string, std::string> words_of(const std::string& fingerprint) {
+  std::map<std::string, std::string> words;
+  std::istringstream stream(fingerprint);
+  for (std::string word; stream >> word;) {
+    if (const auto end = word.find('='); end < word.size()) {
+      words[word.substr(0, end)] = word.substr(end + 1);
+    }
+  }
+  return words;
+}
+
+void check_fingerprint(const std::string& saved, const std::string& wanted) {
+  const auto words = words_of(saved);
+  for (const auto& [name, value] : words_of(wanted)) {
+    const auto word = words.find(name);
+    const std::string got = word == words.end() ? "none" : one_line(word->second);
+    TORCH_CHECK_VALUE(got == value, "session must be of this model: ", name, " must be ", value,
+                      ", got ", got);
+  }
+  TORCH_CHECK_VALUE(saved == wanted, "session must be of the model ", wanted, ", got one of ",
+                    one_line(saved));
+}
+
 }  // namespace
 
 void Session::write(const std::string& path) const {
@@ -130,8 +156,7 @@ Session Session::read(const std::string& path, const std::string& fingerprint,
                                     [](const auto& value) { return value.isTensor(); }),
                     "it must hold settings, a fingerprint and tensors");
   Session session{.settings = values[2].toStringRef(), .fingerprint = values[3].toStringRef()};
-  TORCH_CHECK_VALUE(session.fingerprint == fingerprint, "session must be of the model ",
-                    fingerprint, ", got one of ", one_line(session.fingerprint));
+  check_fingerprint(session.fingerprint, fingerprint);
   const auto saved = PrefillConfig::parse(session.settings);
   TORCH_CHECK_VALUE(saved.matches(settings), "session must have the settings ",
                     settings.to_string(), ", got ", saved.to_string());

@@ -26,10 +26,11 @@ namespace h2o_prefill {
 // inference.
 class H2O_API LayerState : public torch::CustomClassHolder {
  public:
+  static constexpr int64_t kInitialCapacity = 256;
   static constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();
 
   // Capacities of keys and values in tokens: of the first allocation, and the largest.
-  explicit LayerState(bool checkpoints = false, int64_t initial_capacity = 256,
+  explicit LayerState(bool checkpoints = false, int64_t initial_capacity = kInitialCapacity,
                       int64_t max_capacity = kMostTokens);
 
   // The state behind given buffers, as prefill_attention_() takes them, which the caller's calls
@@ -117,8 +118,9 @@ class H2O_API LayerState : public torch::CustomClassHolder {
   // An independent copy, with the same room.
   c10::intrusive_ptr<LayerState> clone() const;
 
-  // The pickled form: an int64 header, then plain tensors of what is in use: copies, or some are
-  // views. from_tensors() copies all but keys and values, which it does not write to.
+  // The pickled form: an int64 header, then plain tensors of what is in use: copies, or, for a
+  // session, views of some and no limits of capacity. from_tensors() copies all but keys and
+  // values, which it does not write to.
   std::vector<at::Tensor> tensors(bool copies = true) const;
   static c10::intrusive_ptr<LayerState> from_tensors(const std::vector<at::Tensor>& tensors);
 

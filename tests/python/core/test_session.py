@@ -46,6 +46,7 @@ def test_python_reads_what_cpp_writes_and_cpp_what_python_writes(saved, qkv, mma
         assert torch.equal(layer.key, context.cache().key(number))
         assert torch.equal(layer.scores, context.tracker().scores(number))
         assert layer.checkpoint_before(60) == 48
+        layer.clone().append(*(torch.zeros(1, 2, 99, dim) for dim in (8, 16)))  # any capacity
     session.save(path.with_suffix(".python"))
     other = new_context()
     other.load(str(path.with_suffix(".python")), MODEL)
@@ -109,7 +110,7 @@ def test_wrong_numbers_in_a_session_are_refused(saved, tmp_path):
     memory = next(i for i, x in enumerate(values) if torch.is_tensor(x) and x.dtype == torch.int32)
     for change, reason in [
         ({2: "h2o,heavy_budget=9"}, "session must have the settings"),
-        ({3: "weights=3"}, f"session must be of the model {MODEL}, got one of weights=3"),
+        ({3: "weights=3"}, "session must be of this model: config must be 1, got none"),
         ({2: "nonsense=1"}, "nonsense"),
         ({4: torch.zeros(1, 3).long()}, "token ids must be int64"),
         ({5: torch.tensor([9, 9, 9])}, "tensors must hold all layers"),

@@ -102,7 +102,7 @@ def test_contexts_of_cpp_have_the_same_files(build, prompt, path):
     other = path.with_name("other")
     context.save(str(other), fingerprint(model))
     assert_equal_caches(ChunkedPrefillCache.load(other, model), cache)
-    with pytest.raises(ValueError, match="must be of this model: x must be none, got"):
+    with pytest.raises(ValueError, match="must be of this model: x must be 1, got none"):
         context.load(str(path), "x=1")
 
 
