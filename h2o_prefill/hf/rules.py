@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
+from h2o_prefill.hf.cache import KeepsTokenIds
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
+from h2o_prefill.hf.layer import StaticPrefillLayer
 
 # Arguments of attention functions that no operator takes, and why calls with them are dense.
 ARGUMENTS = {

@@ -96,7 +96,7 @@ def test_contexts_of_cpp_have_the_same_files(build, prompt, path):
     with enable(model, **EVERYTHING):
         cache = saved_prompt(model, prompt, path)
     native, layers = PrefillConfig.parse(cache.settings).native, len(cache.layers)
-    context = torch.classes.h2o_prefill.PrefillContext(layers, 100, native)
+    context = torch.classes.h2o_prefill.PrefillContext(layers, 400, native)
     context.load(str(path), fingerprint(model))
     assert torch.equal(context.token_ids(), cache.token_ids)
     other = path.with_name("other")
