@@ -40,8 +40,11 @@ def saved_prompt(model, ids, path):
 
 
 def assert_equal_states(one, other):
-    for ours, theirs in zip(one.tensors(), other.tensors(), strict=True):
+    """Compare all but the capacities."""
+    for ours, theirs in zip(one.tensors()[1:], other.tensors()[1:], strict=True):
         assert torch.equal(ours, theirs)
+    for name in ("length", "scored", "last_chunk_begin"):
+        assert getattr(one, name) == getattr(other, name)
 
 
 def assert_equal_caches(one, other):
@@ -102,7 +105,7 @@ def test_contexts_of_cpp_have_the_same_files(build, prompt, path):
     other = path.with_name("other")
     context.save(str(other), fingerprint(model))
     assert_equal_caches(ChunkedPrefillCache.load(other, model), cache)
-    with pytest.raises(ValueError, match="must be of this model: x must be none, got"):
+    with pytest.raises(ValueError, match="session must be of the model x"):
         context.load(str(path), "x=1")
 
 
