@@ -82,9 +82,15 @@ def _plain_value(value: Any) -> Any:
 
 def _weight_digests(model: nn.Module) -> dict[str, str]:
     """Return the digests of weights and active adapters; those of before if nothing changed."""
-    active, tensors = _active_adapters(model), list(_tensors_of(model))
-    merged = [getattr(x, "merged_adapters", None) for x in _adapted(model).values()]
-    stamp = active, merged, [(WeakIdRef(x), _address(x), _version(x)) for _, x, _ in tensors]
+    adapted = _adapted(model)
+    active = {
+        (_without_adapters(path), name): repr(_numbers(module, name))
+        for path, module in adapted.items()
+        for name in _active_of(module)
+    }
+    merged = [list(getattr(x, "merged_adapters", ())) for x in adapted.values()]
+    tensors = list(_tensors_of(model, adapted))
+    stamp = active, merged, [(WeakIdRef(x), *_counters(x)) for _, x, _ in tensors]
     if model not in _known or _known[model][0] != stamp:
         parts: dict[bool, list[Any]] = {False: [], True: [repr(active)]}
         for name, tensor, adapter in tensors:
@@ -96,12 +102,10 @@ def _weight_digests(model: nn.Module) -> dict[str, str]:
     return _known[model][1]
 
 
-def _address(tensor: Tensor) -> int:
-    return 0 if tensor.is_meta else tensor.data_ptr()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _counters(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor, and how often PyTorch has counted a change of it."""
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    return address, 0 if tensor.is_inference() else tensor._version
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -122,15 +126,6 @@ def _active_of(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name not in merged]
 
 
-def _active_adapters(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Return the numbers of each active adapter, as a text, by the path of its module and name."""
-    return {
-        (_without_adapters(path), name): repr(_numbers(module, name))
-        for path, module in _adapted(model).items()
-        for name in _active_of(module)
-    }
-
-
 def _without_adapters(path: str) -> str:
     """Return the path that a weight or module has in a model without PEFT."""
     for added in ("base_model.model.", ".base_layer", ".original_module"):
@@ -146,9 +141,10 @@ def _numbers(module: Any, adapter: str) -> dict[str, Any]:
     return {k: v for k, v in values if isinstance(v, (bool, int, float, str))}
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, str | None]]:
+def _tensors_of(
+    model: nn.Module, adapted: dict[str, Any]
+) -> Iterator[tuple[str, Tensor, str | None]]:
     """Yield the name of each weight without adapters, its tensors, and its active adapter."""
-    adapted = _adapted(model)
     for name, weight in sorted(model.state_dict(keep_vars=True).items()):
         owner = next((x for x in _parents(name) if x in adapted), None)
         adapter = None
@@ -159,8 +155,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, str | None]]:
                 if adapter is None:
                     continue
         for tensor in _plain_tensors(weight):
-            weight = _offloaded(model, name) if tensor.is_meta else tensor
-            yield _without_adapters(name), weight, adapter
+            present = _offloaded(model, name) if tensor.is_meta else tensor
+            yield _without_adapters(name), present, adapter
 
 
 def _parents(name: str) -> list[str]:

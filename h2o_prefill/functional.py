@@ -48,7 +48,7 @@ def attend_in_buffers(
     """Call the operator that keeps a layer's state in place.
 
     `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors;
-    `checkpoints`: memory, scores and errors as of `LayerState.checkpoint`, with one more dimension in front.
+    `checkpoints`: memory, scores and errors of several (`LayerState.checkpoint`), stacked.
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options

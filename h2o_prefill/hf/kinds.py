@@ -28,25 +28,17 @@ SHARED_KEYS = "layers that share the keys of another layer are not supported"
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 
 
-def heads_by_layer(model: Any) -> list[int]:
-    """Return the KV heads of each decoder layer, as a model's config has them; none if unknown."""
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    names = "num_hidden_layers", "num_key_value_heads", "num_attention_heads"
-    layers, heads, query_heads = (getattr(config, name, None) for name in names)
-    if not layers:
-        return []
-    heads = heads or query_heads or 1
-    if isinstance(heads, int):
-        return [heads] * (layers if isinstance(layers, int) else max(layers))
-    return [number or 0 for number in heads]  # a layer without attention has none
-
-
-def count_heads(model: Any) -> tuple[int, int]:
-    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
-    heads = heads_by_layer(model) or [1]
-    return len(heads), max(heads)
+    names = "num_key_value_heads", "num_attention_heads"
+    heads = next((x for name in names if (x := getattr(config, name, None))), 1)
+    layers = getattr(config, "num_hidden_layers", None) or 1
+    if not isinstance(heads, int):  # one number a layer, none for one without attention
+        return len(heads), max(number or 0 for number in heads)
+    return layers if isinstance(layers, int) else max(layers), heads
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
@@ -57,13 +49,10 @@ def is_cross_attention(module: nn.Module, path: str = "") -> bool:
     )
 
 
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer is causal: the argument if given, else what module and config say."""
+def is_causal(module: nn.Module) -> bool:
+    """Return whether module and config say that a layer is causal."""
     if is_cross_attention(module):
         return False
-    given = kwargs.get("is_causal")
-    if given is not None:
-        return bool(given)
     config = getattr(module, "config", None)
     return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
 
@@ -138,7 +127,6 @@ class LayerForm(NamedTuple):
     """What an attention layer is, whatever it is called with."""
 
     window: int | None  # tokens that a query of a sliding or chunked layer sees; None: all
-    is_chunked: bool
     is_causal: bool
     is_cross: bool  # whether it attends to the keys of something else, such as an image
     # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
@@ -148,7 +136,7 @@ class LayerForm(NamedTuple):
 def form_of(module: nn.Module) -> LayerForm:
     """Return what an attention layer is."""
     kind, cross = layer_type(module), is_cross_attention(module)
-    causal, config = is_causal(module, {}), getattr(module, "config", None)
+    causal, config = is_causal(module), getattr(module, "config", None)
     index = getattr(module, "layer_idx", None)
     reason: str | None = None
     # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
@@ -161,7 +149,7 @@ def form_of(module: nn.Module) -> LayerForm:
         reason = ENCODER_DECODER
     elif _shares_keys(module, config):
         reason = SHARED_KEYS
-    return LayerForm(window_of(module), kind == "chunked_attention", causal, cross, reason)
+    return LayerForm(window_of(module), causal, cross, reason)
 
 
 def _shares_keys(module: nn.Module, config: Any) -> bool:

@@ -222,21 +222,6 @@ def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_i
     assert_close(ours[0, 20:], stock[0, 20:])
 
 
-def test_padding_that_a_left_out_mask_would_hide_is_refused(masks_itself, padded_ids, make_ids):
-    """With a mask of ones from the caller, graphs make no mask."""
-    with enable(masks_itself, **SPARSE):
-        model = compiled(masks_itself)
-
-        def call(ids):
-            cache, ones = CACHES["static"](masks_itself), torch.ones_like(ids)
-            return model(ids, past_key_values=cache, attention_mask=ones).logits
-
-        with pytest.raises(RuntimeError, match="pass the mask with this padding"):
-            call(padded_ids)
-        ids = make_ids(2, 72)
-        assert_close(call(ids), masks_itself(ids, use_cache=False).logits)
-
-
 def test_training_is_dense_in_a_graph_too_and_said(shallow, ids):
     stock = shallow(ids).logits
     with enable(shallow, **SPARSE), pytest.warns(UserWarning, match="training mode"):

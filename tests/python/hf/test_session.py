@@ -40,8 +40,11 @@ def saved_prompt(model, ids, path):
 
 
 def assert_equal_states(one, other):
-    for ours, theirs in zip(one.tensors(), other.tensors(), strict=True):
+    """Compare all but the capacities."""
+    for ours, theirs in zip(one.tensors()[1:], other.tensors()[1:], strict=True):
         assert torch.equal(ours, theirs)
+    for name in ("length", "scored", "last_chunk_begin"):
+        assert getattr(one, name) == getattr(other, name)
 
 
 def assert_equal_caches(one, other):
@@ -96,7 +99,7 @@ def test_contexts_of_cpp_have_the_same_files(build, prompt, path):
     with enable(model, **EVERYTHING):
         cache = saved_prompt(model, prompt, path)
     native, layers = PrefillConfig.parse(cache.settings).native, len(cache.layers)
-    context = torch.classes.h2o_prefill.PrefillContext(layers, 100, native)
+    context = torch.classes.h2o_prefill.PrefillContext(layers, 400, native)
     context.load(str(path), fingerprint(model))
     assert torch.equal(context.token_ids(), cache.token_ids)
     other = path.with_name("other")
