@@ -4,11 +4,9 @@
 set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
+    bindings/register_layer_state.cpp
     bindings/register_runtime.cpp
-    common/atomic_file.cpp
-    common/checkpoint.cpp
     common/checks.cpp
-    common/checksum.cpp
     common/config.cpp
     common/crossover.cpp
     common/linear_attention_request.cpp
@@ -19,10 +17,10 @@ set(H2O_HOST_SOURCES
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
+    core/layer_state.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
-    core/safetensors.cpp
-    core/session_file.cpp
+    core/session.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp

@@ -1,4 +1,4 @@
-"""The operators with a `PrefillConfig` of one layer and a `PrefillState`."""
+"""The operators with the options of one layer, and a `LayerState`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import PrefillState, empty_state
+from h2o_prefill.state import LayerState
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -30,6 +30,11 @@ class LayerOptions(NamedTuple):
     settings: str  # of all layers
     logits: LogitOptions
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The same as `LayerState.attend` takes them."""
+        return self.layer, self.settings, *self.logits, *self.recall
+
 
 def attend_in_buffers(
     query: Tensor,
@@ -43,7 +48,7 @@ def attend_in_buffers(
     """Call the operator that keeps a layer's state in place.
 
     `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors;
-    `checkpoints`: memory, scores and errors as in `Checkpoint`, with one more dimension in front.
+    `checkpoints`: memory, scores and errors of several (`LayerState.checkpoint`), stacked.
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options
@@ -52,48 +57,32 @@ def attend_in_buffers(
     return ops.prefill_attention_(*held, *told, *checkpoints)
 
 
-def attend_functionally(
-    query: Tensor, key: Tensor, value: Tensor, state: PrefillState | None, options: LayerOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the operator that returns a layer's state: output, scores, memory and errors."""
-    recall, layer, settings, logits = options
-    scores, memory, begin, errors = (None, None, 0, None) if state is None else state.fields
-    told = (*recall, begin, layer, settings, *logits)
-    return ops.prefill_attention(query, key, value, scores, memory, *told, errors)
-
-
 def sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: PrefillState | None,
+    state: Any,
     config: PrefillConfig,
     recall: RecallLists = NO_RECALL,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, PrefillState]:
-    """Prefill one layer sparsely, whatever the length of the call; return the state after it.
+) -> tuple[Tensor, Any]:
+    """Prefill one layer sparsely, whatever the length of the call; return a new state after it.
 
-    Arguments as for `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
-    candidates for the first memory set, with score 0.
+    Arguments as for `ops.chunked_sparse_attention`, and a `LayerState`. Without one, all earlier
+    tokens are candidates for the first memory set, with score 0.
     """
-    if state is None:
-        state = empty_state(k)
-    state = state.map(lambda x: x.to(q.device))
-    options = scale, sinks, softcap
-    scores, memory, begin, errors = state.fields
-    told = (*recall, begin, config, *options)
-    out, scores, memory, errors = ops.chunked_sparse_attention(
-        q, k, v, scores, memory, *told, errors
-    )
+    before: tuple[Any, ...] = (None, None, 0, None)
+    if state is not None and state.scored:
+        before = state.scores, state.memory, state.last_chunk_begin, state.errors
+    scores, memory, begin, errors = before
+    options = *recall, begin, config, scale, sinks, softcap, errors
+    out, scores, memory, errors = ops.chunked_sparse_attention(q, k, v, scores, memory, *options)
+    after = LayerState()
     begin = config.last_chunk_begin(k.shape[2] - q.shape[2], q.shape[2])
-    return out, PrefillState(scores, memory, k.shape[2], begin, errors)
-
-
-def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
-    """Return the set that the next chunk attends to, as a state has the last one."""
-    return config.native.next_memory(state.fields)
+    after.set_scores(scores, memory, begin, errors)
+    return out, after
 
 
 def token_rows(values: Any, device: Any = None) -> Tensor:

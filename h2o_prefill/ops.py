@@ -293,7 +293,7 @@ def prefill_attention_(
     checkpoint_memory, checkpoint_scores, checkpoint_errors : Tensor, optional
         int32 and float32 [C, B, Hkv, `PrefillConfig.memory_size` of the layer] and float32
         [C, B, Hkv, 4], with C = T // S, contiguous, written by a sparse call: what the next chunk
-        needs after each S tokens of the call (`state.Checkpoint`).
+        needs after each S tokens of the call (`LayerState.checkpoint`).
     """
 
 

@@ -10,7 +10,6 @@
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/holder.h"
-#include "common/memory_sets.h"
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
@@ -38,14 +37,6 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
   if (!lists) return {};
   const auto& [offsets, positions, visible_from] = *lists;
   return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
-}
-
-// The fields of LayerState.
-using StateFields = std::tuple<at::Tensor, at::Tensor, int64_t, at::Tensor>;
-
-LayerState layer_state(const StateFields& state) {
-  const auto& [scores, memory, last_chunk_begin, errors] = state;
-  return {scores, memory, last_chunk_begin, errors};
 }
 
 // The constructor takes every field by name, and there is a read-only attribute for each.
@@ -103,11 +94,6 @@ void register_config(torch::Library& m) {
            "Return the positions that a memory set holds at most: K + L + H.")
       .def("recall_block", of(&PrefillConfig::recall_block),
            "Return the number of rows that share a list of recalled keys.")
-      .def("next_memory",
-           [](const Config& self, const StateFields& state) {
-             return next_memory(layer_state(state), self->held);
-           },
-           "Return the memory sets that the next chunk after a state attends to.", {arg("state")})
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",
@@ -186,8 +172,6 @@ void register_cache(torch::Library& m) {
            "Return the tokens that a layer may hold at most.")
       .def("truncate", &ChunkedKVCache::truncate,
            "Drop every token after the first `length` of every layer.", {arg("length")})
-      .def("truncate_layer", &ChunkedKVCache::truncate_layer,
-           "Drop every token after the first `length` of a layer.", {arg("layer"), arg("length")})
       .def("reset", &ChunkedKVCache::reset, "Forget all tokens; the buffers stay allocated.");
   add_state(cls);
 }
@@ -224,10 +208,8 @@ void register_tracker(torch::Library& m) {
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")
       .def("memory_size", &MemorySetTracker::memory_size,
            "Return the positions that a memory set of a layer holds at most.", {arg("layer") = 0})
-      .def("local_window", &MemorySetTracker::local_window, "Return L of a layer.",
-           {arg("layer") = 0})
-      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H of a layer.",
-           {arg("layer") = 0})
+      .def("local_window", &MemorySetTracker::local_window, "Return L.")
+      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H.")
       .def("sink_tokens", &MemorySetTracker::sink_tokens, "Return K.")
       .def("length", &MemorySetTracker::length, "Return the positions that have scores.",
            {arg("layer")})
@@ -316,8 +298,7 @@ void register_context(torch::Library& m) {
       .def("checkpoint_before", &PrefillContext::checkpoint_before,
            "Return the last length, up to this one, to which truncate is exact.", {arg("length")})
       .def("truncate", &PrefillContext::truncate,
-           "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
-           {arg("length")})
+           "Drop all tokens after the first `length`; exact at a checkpoint.", {arg("length")})
       .def("reset", &PrefillContext::reset, "Forget the prompt; the buffers stay allocated.")
       .def("config", of(&PrefillContext::config), "Return the settings.")
       .def("cache", of(&PrefillContext::cache), "Return keys and values.")
@@ -330,15 +311,20 @@ void register_context(torch::Library& m) {
           },
           "Return the ids of the tokens so far, int64 [B, length]; None if some are not known.")
       .def("save", &PrefillContext::save,
-           "Write the prompt into a session file; model: the hash of the model.",
-           {arg("path"), arg("model")})
+           "Write the prompt into a session file; fingerprint: of the model.",
+           {arg("path"), arg("fingerprint")})
       .def("load", &PrefillContext::load, "Replace the prompt by a session file's.",
-           {arg("path"), arg("model"), arg("verify") = true});
+           {arg("path"), arg("fingerprint")});
   add_state(cls);
 }
 
+}  // namespace
+
+void register_layer_state(torch::Library& m);
+
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_config(m);
+  register_layer_state(m);
   register_chunk_manager(m);
   register_cache(m);
   register_tracker(m);
@@ -346,5 +332,4 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_context(m);
 }
 
-}  // namespace
 }  // namespace h2o_prefill

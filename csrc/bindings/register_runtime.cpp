@@ -1,19 +1,14 @@
-// Packages, their sessions and samplers, and session files as torch.classes.h2o_prefill.*, for
-// Python.
+// Packages, their sessions and samplers as torch.classes.h2o_prefill.*, for Python.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 
-#include "common/atomic_file.h"
-#include "common/checksum.h"
 #include "common/holder.h"
 #include "h2o_prefill/package_session.h"
 #include "h2o_prefill/sampler.h"
-#include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
 namespace {
@@ -89,77 +84,13 @@ void register_package_session(torch::Library& m) {
       .def("state", of(&PackageSession::state),
            "Return the tensors of the state, which change with every call.")
       .def("save", of(&PackageSession::save), "Write the text into a session file.", {arg("path")})
-      .def("load", of(&PackageSession::load),
-           "Replace the text by a session file's; verify its checksum.",
-           {arg("path"), arg("verify") = true});
-}
-
-using Tensors = c10::Dict<std::string, at::Tensor>;
-
-void register_session_file(torch::Library& m) {
-  using Self = Held<SessionFile>;
-  m.class_<Holder<SessionFile>>("SessionFile")
-      .def(torch::init([](const std::string& model, const std::string& settings, int64_t length,
-                          const Tensors& tensors) {
-             SessionFile session{.model = model, .settings = settings, .length = length};
-             for (const auto& entry : tensors) session.tensors[entry.key()] = entry.value();
-             return c10::make_intrusive<Holder<SessionFile>>(std::move(session));
-           }),
-           "What a session file holds; docs/cpp.md has the names of its tensors.",
-           {arg("model"), arg("settings"), arg("length"), arg("tensors")})
-      .def("write",
-           [](const Self& self, const std::string& path) { write_session_file(path, self->held); },
-           "Write a session file whole or not at all.", {arg("path")})
-      .def_static(
-          "read",
-          [](const std::string& path, bool verify) {
-            return c10::make_intrusive<Holder<SessionFile>>(read_session_file(path, verify));
-          },
-          "Read a session file; its tensors are a private memory map of it.")
-      .def_static(
-          "checksum", [](const at::Tensor& x) { return static_cast<int64_t>(checksum(x)); },
-          "Return the checksum of a tensor's elements.")
-      .def("check_model", of(&SessionFile::check_model),
-           "Refuse a session of another model, and name what differs.", {arg("wanted")})
-      .def("check_settings",
-           [](const Self& self, const std::string& wanted) {
-             self->held.check_settings(PrefillConfig::parse(wanted));
-           },
-           "Refuse a session of other settings.", {arg("wanted")})
-      .def(
-          "header",
-          [](const Self& self) {
-            const SessionFile& held = self->held;
-            return std::make_tuple(held.model, held.settings, held.length);
-          },
-          "Return what tells the model from others, all fields of the settings, and the number of "
-          "tokens.")
-      .def(
-          "tensors",
-          [](const Self& self) {
-            Tensors tensors;
-            for (const auto& [name, tensor] : self->held.tensors) tensors.insert(name, tensor);
-            return tensors;
-          },
-          "Return the tensors by name.");
-}
-
-void register_atomic_file(torch::Library& m) {
-  m.class_<Holder<AtomicFile>>("AtomicFile")
-      .def(torch::init<std::string>(),
-           "A scratch file in the folder of a file, which takes its place at the end.",
-           {arg("path")})
-      .def("scratch", of(&AtomicFile::scratch), "Return the path of the scratch file.")
-      .def("commit", of(&AtomicFile::commit), "Replace the file.")
-      .def("discard", of(&AtomicFile::discard),
-           "Remove the scratch file unless it has replaced the file.");
+      .def("load", of(&PackageSession::load), "Replace the text by a session file's.",
+           {arg("path")});
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  register_atomic_file(m);
   register_sampler(m);
   register_package_session(m);
-  register_session_file(m);
 }
 
 }  // namespace

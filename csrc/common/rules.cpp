@@ -5,7 +5,6 @@
 
 #include <cctype>
 #include <cerrno>
-#include <iomanip>
 #include <stdexcept>
 #include <system_error>
 
@@ -29,20 +28,10 @@ std::string one_line(std::string_view text) {
   return line;
 }
 
-void refuse_session(const std::string& path, const c10::ValueError& error) {
-  const std::string line = error.what_without_backtrace();
-  const std::string named = c10::str("session '", one_line(path), "' cannot be read: ");
-  TORCH_CHECK_VALUE(false, line.starts_with(named) ? "" : named, line);
-}
-
 void throw_errno(const char* verb, const std::string& path) {
   const std::error_code error(errno, std::generic_category());
   throw std::runtime_error(c10::str("[Errno ", error.value(), "] cannot ", verb, " '",
                                     one_line(path), "': ", error.message()));
-}
-
-std::string hexadecimal(uint64_t number) {
-  return c10::str(std::setbase(16), std::setfill('0'), std::setw(16), number);
 }
 
 void check_at_least(const char* name, int64_t value, int64_t least) {

@@ -20,15 +20,9 @@ std::string describe(const at::Tensor& t);
 // A text from outside in one line of a message: without control characters.
 std::string one_line(std::string_view text);
 
-// Throws an error of reading a session file again, with the path in front, once.
-[[noreturn]] void refuse_session(const std::string& path, const c10::ValueError& error);
-
 // Throws what a failed call of the system left in errno as a std::runtime_error of one line,
 // "[Errno 13] cannot write 'path': Permission denied".
 [[noreturn]] void throw_errno(const char* verb, const std::string& path);
-
-// A number as 16 digits.
-std::string hexadecimal(uint64_t number);
 
 void check_at_least(const char* name, int64_t value, int64_t least);
 void check_at_most(const char* name, int64_t value, int64_t most);

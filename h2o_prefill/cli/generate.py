@@ -135,7 +135,7 @@ def generate(
             kl = network.estimated_kl
             config = network.info.resolve(length)
         if session is not None and cache is not None:
-            cache.save(session)
+            cache.save(session, *([] if package else [network]))
     print()
     console.stderr.print(_summary(timing, config, kl, past), style="dim")
     if session is not None:

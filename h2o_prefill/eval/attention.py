@@ -20,14 +20,12 @@ from h2o_prefill.functional import (
     LogitOptions,
     RecallLists,
     lists_of_rows,
-    next_memory,
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import Progress, check_model, report_progress
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.presets import chosen_config
-from h2o_prefill.state import PrefillState
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,8 @@ def measure_layer(
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     length, kv_heads = query.shape[2], key.shape[1]
-    state: PrefillState | None = None
+    state = None
+    settings = config.to_string()
     chunks: list[tuple[Tensor, ...]] = []
     # Sinks have no part in the shares of a softmax.
     shares_only = options[0], None, options[2]
@@ -220,7 +219,7 @@ def measure_layer(
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
         sums = ((x[0].abs().sum((1, 2), dtype=torch.float64)) for x in (sparse - dense, dense))
-        chunks.append((*sums, mass.sum(1), next_memory(state, config)[0]))
+        chunks.append((*sums, mass.sum(1), state.checkpoint(1, settings)[0][0]))
     columns = (stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True))
     return LayerMeasures(*columns)
 

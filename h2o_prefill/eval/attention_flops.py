@@ -36,7 +36,7 @@ def count_attention_flops(
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense. Lexical recall is
-    run on every prompt. `errors` has `PrefillState.errors` of each layer after each prompt: without
+    run on every prompt. `errors` has `LayerState.errors` of each layer after each prompt: without
     them memory sets count as they are before errors widen them.
     """
     count, length = prompts.shape

@@ -1,57 +1,37 @@
-"""One forward of an enabled model: what it knows, what its graph is told, and how it is undone."""
+"""An enabled model, and what is known of its running forward."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o_prefill import ops
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
-from h2o_prefill.hf.kinds import (
-    NAME,
-    Padding,
-    Window,
-    switched,
-    windows_ahead,
-)
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
-from h2o_prefill.identity import Marks, marks_of
+from h2o_prefill.hf.kinds import NAME, LayerForm, LeftOutMask, form_of, switched
+from h2o_prefill.hf.layer import graph
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.state import PrefillState
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
-OWN_PADDING = (
-    "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
-    "called with does not have; pass the mask with this padding as attention_mask"
-)
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
-OTHER_TEXT = (
-    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
-    "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
-)
 
-# The length of a prompt after all of its calls, 0 if nobody has said.
-_announced: ContextVar[int] = ContextVar("announced", default=0)
-
-# The running forward of this thread.
-_current = threading.local()
+# `context`: the running forward of this thread. `prompt`: the prompt that a function that calls the
+# model, such as `generate`, is working on.
+running = threading.local()
 # The running forwards of all threads.
-_running: list[ForwardContext] = []
+_contexts: list[ForwardContext] = []
 
 
 @dataclass
@@ -70,27 +50,28 @@ class EnabledState:
     """The state of one enabled model."""
 
     config: PrefillConfig
-    # Raise where a call would otherwise fall back to dense attention with a warning.
-    strict: bool = False
+    strict: bool = False  # raise where a call would be dense with a warning
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)  # reasons already warned of
-    # Those whose self-attention layers do not say that they are causal: the mask alone makes
-    # them so.
+    # Configs whose self-attention layers are causal by their masks alone.
     causal_by_mask: list[Any] = field(default_factory=list)
-    # Whether every layer that can be sparse has a window (sliding, or chunks).
-    only_windows: bool = False
-    # Whether layers with a window take no mask where it holds all keys.
+    only_windows: bool = False  # whether every layer that can be sparse has a window
+    # Whether layers with a window need no mask where it holds all keys.
     leaves_window_masks: bool = False
-    # The windows of layers that take no mask where it hides some, and the kinds of these layers.
-    windows: dict[int | None, str] = field(default_factory=dict)
-    # What the calls of each layer were, by its number.
-    calls: dict[Any, LayerCalls] = field(default_factory=dict)
-    # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
-    errors: dict[int, Tensor] = field(default_factory=dict)
+    windows: set[int | None] = field(default_factory=set)  # of layers that need no mask at all
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
+    errors: dict[int, Tensor] = field(default_factory=dict)  # of the last prompt, [B, Hkv, 4]
+    forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
     longest_text: int | None = None  # tokens that the model was made for, None if it does not say
+
+    def form_of(self, module: nn.Module) -> LayerForm:
+        """Return what an attention layer is, looked at once."""
+        if module not in self.forms:
+            self.forms[module] = form_of(module)
+        return self.forms[module]
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
@@ -108,23 +89,22 @@ class EnabledState:
         if layer is not None and errors is not None:
             self.errors[layer] = errors
 
-    def shortest_sparse_prompt(self, model: Any) -> int:
-        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        return self.config.shortest_sparse_prompt(self.like(model))
-
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""
         return torch.empty(0, device=model.device, dtype=model.dtype)
 
+    def shortest_sparse_prompt(self, model: Any) -> int:
+        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
+        return self.config.shortest_sparse_prompt(self.like(model))
+
     def resolve(self, model: Any, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
-        if not self.config.is_auto:
-            return self.config
         return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
-    def marks(self, model: Any) -> Marks:
-        """Return what tells the present state of this model from others."""
-        return marks_of(model, self.token_text)
+    @functools.cached_property
+    def tokenizer(self) -> str:
+        """What tells the text of the tokens from others, as fingerprints have it."""
+        return "" if self.token_text is None else digest(self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
         return any(config is hf_config for config, _ in self.previous)
@@ -156,113 +136,24 @@ DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 
 @dataclass
-class GraphCall:
-    """What a compiled graph, or a static cache, cannot determine about a forward."""
+class StaticCall:
+    """What the layers of a static cache, perhaps in a compiled graph, cannot determine."""
 
     config: PrefillConfig
     settings: str
     previous: str | None  # the attention implementation that the model had before
-    sparse: bool  # whether layers that can be sparse are, by the number of tokens
-    cached: bool  # whether the model was given a cache
-    # Whether the model was called with a mask of two dimensions that hides nothing, so that
-    # the graph leaves it out.
-    unpadded: bool
-    # Whether no mask means plain causal attention, since our mask function made none before
-    # the forward.
-    plain: bool
-    windows: frozenset[int]  # whose masks it made none of before the forward either
-    candidates: int  # tokens at the end of the call that assisted decoding verifies
+    # Windows whose masks our mask function has left out before the forward; None: plain causal.
+    left_out: frozenset[int | None]
+    # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
+    position: Tensor
     recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
-    # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
-    position: Tensor | None = None
-    # Layers that the graph attended in, and why they had to be dense: empty if by design,
-    # None if they were as the settings say (`is_sparse`).
+    # Layers of a graph, and why they had to be dense; None if they were as the settings say.
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
-    # bool: whether the graph left out a mask that hides something after all.
-    hidden: list[Tensor] = field(default_factory=list)
-
-    def is_sparse(self, number: int) -> bool:
-        return self.sparse and number not in self.config.dense_layers
 
 
-def call_in_graph() -> GraphCall | None:
+def call_in_graph() -> StaticCall | None:
     """Return the forward that torch.compile is tracing, None if attention must break its graph."""
     return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
-
-
-class CacheSnapshot:
-    """The state of a cache before a forward: full layers by length, sliding layers by reference.
-
-    Layers that change their tensors in place (static caches, linear attention) and layers of
-    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
-    using it again would continue from half of a call.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        # The list itself, even if empty: a cache may get its layers only as it grows.
-        self._layers: list[Any] = getattr(cache, "layers", [])
-        self._count = len(self._layers)
-        self._full: list[tuple[Any, int]] = []
-        self._sliding: list[tuple[Any, dict[str, Any]]] = []
-        self._others: list[tuple[Any, Any]] = []
-        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
-        for layer in self._layers:
-            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
-                self._full.append((layer, layer.get_seq_length()))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self._sliding.append((layer, vars(layer).copy()))
-            else:
-                self._others.append((layer, _versions(layer)))
-
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember the scores and memory set of a layer, which are about to change in place."""
-        self._states.append((layer, None if layer.state is None else layer.state.clone()))
-
-    def restore(self) -> None:
-        """Restore every remembered layer and remove the layers added since."""
-        # Lengths, not references: the old keys of all layers would double the memory of the cache.
-        for layer, length in self._full:
-            if length == 0:
-                layer.reset()
-            elif layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
-        for layer, state in reversed(self._states):
-            # A cache that its user has cut since an interrupt stays cut.
-            if state is None or state.length <= layer.get_seq_length():
-                layer.state = state
-        for layer, attributes in self._sliding:
-            if layer.get_seq_length() >= attributes["cumulative_length"]:
-                vars(layer).update(attributes)
-        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
-        if changed:
-            self._cache._h2o_prefill_broken = type(changed[0]).__name__
-        del self._layers[self._count :]
-
-
-def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset."""
-    kind = getattr(cache, "_h2o_prefill_broken", None)
-    if kind is None:
-        return
-    if cache.get_seq_length() == 0:
-        del cache._h2o_prefill_broken
-        return
-    raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
-        "updated; reset() the cache, or use a new one"
-    )
-
-
-def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place."""
-    found = []
-    for name, value in vars(layer).items():
-        items = value.values() if isinstance(value, dict) else [value]
-        tensors = (x for x in items if isinstance(x, Tensor))
-        # Tensors of inference mode do not count their changes: they compare as changed.
-        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
-    return found
 
 
 class ForwardContext:
@@ -272,8 +163,7 @@ class ForwardContext:
         self.enabled = enabled
         self.model = model  # the outermost
         self.modules: list[nn.Module] = []
-        self.frame: FrameType | None = None
-        self.outer: ForwardContext | None = None
+        self.outer: ForwardContext | None = getattr(running, "context", None)
         self.thread = threading.current_thread()
         self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
         self.input_ids: Tensor | None = None
@@ -281,27 +171,21 @@ class ForwardContext:
         self.candidates = 0  # tokens at the end that assisted decoding verifies
         self.begun = 0  # tokens in the cache before the forward
         self.was_sparse = False  # whether the state of some layer of the cache has changed
-        self.call: GraphCall | None = None
-        # Query and key lengths for which our mask function was asked for a plain causal mask. Some
-        # models have sequences of several lengths in a forward, such as bytes and patches.
-        self.plain: set[tuple[int, int]] = set()
-        # Padding, by length, that alone kept a mask which was left out from being plain causal.
-        self.paddings: dict[int, Padding] = {}
-        # Windows that hide some keys, by length, whose masks our mask function has left out.
-        self.windows: dict[int, Window] = {}
-        # Static caches: number of filled slots, by number of slots.
-        self.filled: dict[int, int] = {}
+        self.call: StaticCall | None = None
+        # Masks that our mask function has left out, in this forward or before it.
+        self.masks: list[LeftOutMask] = []
         self.mask_reason: str | None = None  # why a mask was not plain causal
-        # Whether the windows that masks were asked for hold all keys; None if there were none.
-        self.windows_show_all: bool | None = None
-        self._snapshot: CacheSnapshot | None = None
+        prompt = prompt_of(enabled)
+        if prompt is not None:
+            self.masks, prompt.masks = prompt.masks, []
         self._shared: dict[Any, Any] = {}
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
         input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
-        cache, mask = arguments["cache"], arguments.get("attention_mask")
-        if cache is not None and isinstance(kept, int) and kept > 1:
+        cache = arguments["cache"]
+        dynamic = cache is not None and not getattr(cache, "is_compileable", False)
+        if dynamic and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
@@ -309,59 +193,37 @@ class ForwardContext:
         if self.tokens is None:
             self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
-            check_usable(cache)
+            if isinstance(cache, KeepsTokenIds):
+                cache.check_usable()
             self.cache = cache
             self.begun = self.past
-            layers = getattr(cache, "layers", None) or ()
-            for layer in layers:
-                if isinstance(layer, ChunkedPrefillLayer):
-                    layer.leave_inference_mode()
-            self._snapshot = CacheSnapshot(cache)
-            # Transformers makes the masks of a static cache before the forward. What our mask
-            # function said by None is not asked again if there are masks of several kinds.
-            if isinstance(mask, Mapping):
-                self.windows = dict(windows_ahead.get())
-                windows_ahead.set({})
-                if mask.get("full_attention", mask) is None:
-                    slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
-                    self.add_plain(self.new, self.past + self.new, slots)
 
-    def check_text(self) -> None:
-        """Refuse a prompt that goes on from another text; warn of one that is too long."""
-        length = max(self.begun + self.new, _announced.get())
-        longest = self.enabled.longest_text
+    def check(self) -> None:
+        """Warn of another attention implementation, and of a text too long for the model."""
+        names = (str(config._attn_implementation) for config, _ in self.enabled.previous)
+        if not any(name.startswith(NAME) for name in names):
+            self.enabled.report(CHANGED)
+        length, longest = self.prompt_length, self.enabled.longest_text
         if longest is not None and length > longest and TOO_LONG not in self.enabled.reported:
             self.enabled.reported.add(TOO_LONG)
             warn("h2o_prefill: " + TOO_LONG.format(longest, length))
-        cache = self.cache if isinstance(self.cache, KeepsTokenIds) else None
-        if cache is None or not cache._token_ids or self.input_ids is None:
-            return
-        prefill = _prefill_of_generate()
-        # None, or 0 in chunks: `generate` was given what follows the cache alone.
-        rest = prefill.get("next_sequence_length")
-        if rest is None or (rest == 0 and prefill["generation_config"].prefill_chunk_size):
-            return
-        # Joins the pieces, so not in decoding.
-        held, prompt = cache.token_ids, prefill["input_ids"]
-        if held is None or len(prompt) != len(held):
-            return
-        past = held.shape[1]
-        if prompt.shape[1] <= past or not prompt[:, :past].equal(held.to(prompt.device)):
-            raise ValueError(OTHER_TEXT.format(past))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt with all of its calls, as far as is known."""
+        prompt = prompt_of(self.enabled)
+        return max(self.begun + self.new, 0 if prompt is None else prompt.length)
 
     @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
-        given = self.enabled.config
-        if not given.is_auto:
-            return given
-        held = getattr(self.cache, "min_prefill", None) if self.begun else None
-        if held is not None and (held == given.chunk_size or self.new == 1):
-            return given.with_min_prefill(held)
-        length = max(self.begun + self.new, _announced.get())
-        if not self.begun and (generate := _prefill_of_generate()):
-            length = max(length, generate["input_ids"].shape[1])
-        return self.enabled.resolve(self.model, length)
+        config = self.enabled.config
+        if not config.is_auto:
+            return config
+        before = getattr(self.cache, "min_prefill", None) if self.begun else None
+        if before is not None and (before == config.chunk_size or self.new == 1):
+            return config.with_min_prefill(before)
+        return self.enabled.resolve(self.model, self.prompt_length)
 
     @property
     def new(self) -> int:
@@ -373,17 +235,24 @@ class ForwardContext:
         """Tokens in the cache; 0 if it does not count them."""
         return 0 if self.cache is None else length_of(self.cache) or 0
 
-    def add_plain(self, queries: int, keys: int, slots: int) -> None:
-        """Note that our mask function made no mask, since it would be plain causal."""
-        self.plain.add((queries, keys))
-        if keys < slots:
-            self.filled[slots] = keys
+    def left_out(self, window: int | None, query: Tensor, keys: int) -> LeftOutMask | None:
+        """Return what no mask means for a call of a layer, None if it was not left out by us."""
+
+        def fits(mask: LeftOutMask) -> bool:
+            # Some models let only the last queries through their last layers.
+            queries, rows = query.shape[2], len(query)
+            same = mask.spans is None or (queries, rows) == (mask.queries, len(mask.spans))
+            return mask.keys == keys and mask.queries >= queries and same
+
+        masks = [mask for mask in self.masks if fits(mask)]
+        alike = (mask for mask in masks if mask.window == window)
+        # Models may give a layer with a window the mask of the others.
+        return next(alike, next((mask for mask in masks if not mask.in_window), None))
 
     def recall_lists(self, batch: int, past: int, new: int, device: torch.device) -> RecallLists:
         """Return what `lexical_recall` finds for a call, made once for all layers of a device."""
         if self.config.recall == 0:
             return NO_RECALL
-        end = past + new - self.candidates_in(past, new)
 
         def find() -> RecallLists:
             ids, cache = self.input_ids, self.cache
@@ -392,14 +261,15 @@ class ForwardContext:
             if ids is None or ids.shape != (batch, past + new):
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
+            end = past + new - self.candidates_in(past, new)
             prompt = ids[:, :end].to("cpu", torch.int64)
             return ops.lexical_recall(prompt, past, self.config, self.enabled.token_text)
 
-        lists = self.shared("recall", find)
-        return self.shared(
-            ("recall", device),
-            lambda: tuple(None if x is None else x.to(device) for x in lists),
-        )
+        # Some models have sequences of several lengths in a forward, such as bytes and patches.
+        key = "recall", past, new
+        lists = self.shared(key, find)
+        moved = lambda: tuple(None if x is None else x.to(device) for x in lists)  # noqa: E731
+        return self.shared((*key, device), moved)
 
     def candidates_in(self, past: int, new: int) -> int:
         """Return how many tokens at the end of a call assisted decoding verifies."""
@@ -412,12 +282,6 @@ class ForwardContext:
         index = getattr(module, "layer_idx", None)
         return layers[index] if isinstance(index, int) and 0 <= index < len(layers) else None
 
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember a layer's state, which is about to change, in case the forward fails."""
-        self.was_sparse = True
-        if self._snapshot is not None:
-            self._snapshot.keep_state(layer)
-
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this key, once per forward."""
         if key not in self._shared:
@@ -425,30 +289,34 @@ class ForwardContext:
         return self._shared[key]
 
     def finish(self, failed: bool) -> None:
-        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
-        hidden = not failed and self.call is not None and any(self.call.hidden)
-        failed = failed or hidden
+        """Note the ids of a good forward with its cache, or that it has failed."""
+        cache = self.cache
         if not failed and not is_traced():
             self._report_short_calls()
-        if failed and self._snapshot is not None:
-            self._snapshot.restore()
-        elif isinstance(self.cache, KeepsTokenIds):
-            self.cache.append_token_ids(self.input_ids)
-            if self.enabled.config.is_auto:
-                self.cache.min_prefill = self.config.sparse_from
-        if hidden:
-            raise RuntimeError(OWN_PADDING)
+        if not isinstance(cache, KeepsTokenIds):
+            return
+        if failed:
+            layers: list[Any] = [x for x in cache.layers if getattr(x, "is_initialized", True)]
+            # Layers of a recurrence do not count tokens.
+            lengths = [x.get_seq_length() if isinstance(x, CacheLayerMixin) else -1 for x in layers]
+            cache.failed = any(length != self.begun for length in lengths)
+            return
+        cache.append_token_ids(self.input_ids)
+        if self.was_sparse or not self.begun:
+            cache.settings = self.config.to_string()
+            cache.tokenizer = self.enabled.tokenizer
+        if self.enabled.config.is_auto:
+            cache.min_prefill = self.config.sparse_from
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""
-        least, ids = self.config.sparse_from, self.input_ids
-        if self.cache is None or ids is None or ids.shape[1] < 2:
+        least, new, cache = self.config.sparse_from, self.new, self.cache
+        if not isinstance(cache, KeepsTokenIds) or self.input_ids is None or new < 2:
             return
-        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
         # A call that was long enough ends the count for good.
-        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
-        self.cache._h2o_prefill_short_tokens = tokens
-        if tokens >= 2 * least:
+        counts = new < least and cache.short_tokens >= 0
+        cache.short_tokens = cache.short_tokens + new if counts else -1
+        if cache.short_tokens >= 2 * least:
             self.enabled.report(
                 f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
                 "longer (prefill_chunk_size), or min_prefill smaller"
@@ -462,40 +330,32 @@ def is_traced() -> bool:
 
 def current_context(hf_config: Any) -> ForwardContext | None:
     """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
-    context: ForwardContext | None = getattr(_current, "context", None)
+    context: ForwardContext | None = getattr(running, "context", None)
     return context if context is not None and context.enabled.owns(hf_config) else None
 
 
-def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
+def open_context(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     """Return the context that a forward of a model belongs to; open one if there is none."""
-    context = _open_context(model)
+    context: ForwardContext | None = getattr(running, "context", None)
     # A hook inside of a model may call the model: that is a forward of its own.
     again = context is not None and any(module is model for module in context.modules)
     if context is None or again or context.enabled is not enabled:
-        outer, context = context, ForwardContext(enabled, model)
-        context.outer = outer
-        # The frame in which torch runs the hooks and the forward of a module.
-        calls = (frame for frame in _frames() if frame.f_code.co_name == "_call_impl")
-        context.frame = next(calls, None)
-        _running.append(context)
-        _current.context = context
-        names = (str(config._attn_implementation) for config, _ in enabled.previous)
-        if not any(name.startswith(NAME) for name in names):
-            enabled.report(CHANGED)
+        context = running.context = ForwardContext(enabled, model)
+        _contexts.append(context)
+    context.modules.append(model)
     return context
 
 
-def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
-    """Leave the context that a forward of a model belongs to; return it if that ended it."""
-    context: ForwardContext | None = getattr(_current, "context", None)
-    # A pre-hook that raised before ours ran leaves us nothing to close.
-    if context is None or context.enabled is not enabled or context.modules[-1] is not model:
-        return None
+def close_context(context: ForwardContext, failed: bool) -> bool:
+    """Leave the innermost model of a context; return whether that ended the forward."""
     context.modules.pop()
     if context.modules:
-        return None
-    _close(context, failed)
-    return context
+        return False
+    running.context = context.outer
+    _contexts.remove(context)
+    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
+    context.finish(failed)
+    return True
 
 
 def check_idle(enabled: EnabledState, name: str) -> None:
@@ -504,57 +364,36 @@ def check_idle(enabled: EnabledState, name: str) -> None:
     Transformers reads the name of the attention implementation in every layer, so a model is
     switched over between forwards.
     """
-    _open_context()
     mine = threading.current_thread()
-    for context in [x for x in _running if x.enabled is enabled and x.thread.is_alive()]:
+    for context in [x for x in _contexts if x.enabled is enabled]:
         where = "this thread" if context.thread is mine else "another thread"
         raise RuntimeError(
             f"{name} must not be enabled or disabled during its forward, which runs in {where}"
         )
 
 
-def _open_context(begins: nn.Module | None = None) -> ForwardContext | None:
-    """Return the context of this thread, after closing those that an interrupt left open.
+@dataclass
+class Prompt:
+    """What is known of a prompt before the forwards of its calls."""
 
-    Torch calls no closing hooks after a KeyboardInterrupt. `begins` is the module whose forward
-    begins, if one does: where no frame of the forward was found, that tells of an earlier one.
-    """
-    context: ForwardContext | None = getattr(_current, "context", None)
-    while context is not None and all(frame is not context.frame for frame in _frames()):
-        if context.frame is None and all(module is not begins for module in context.modules):
-            break
-        _close(context, failed=True)
-        context = context.outer
-    return context
+    enabled: EnabledState
+    length: int  # tokens after all of its calls
+    # Those that our mask function has left out: `generate` makes masks of static caches.
+    masks: list[LeftOutMask] = field(default_factory=list)
 
 
-def _close(context: ForwardContext, failed: bool) -> None:
-    _current.context = context.outer
-    _running.remove(context)
-    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
-    context.finish(failed)
+def prompt_of(enabled: Any) -> Prompt | None:
+    """Return the prompt of an enabled model that is under way in this thread, if one is."""
+    prompt: Prompt | None = getattr(running, "prompt", None)
+    return prompt if prompt is not None and prompt.enabled is enabled else None
 
 
 @contextlib.contextmanager
-def announce(length: int) -> Iterator[None]:
-    """Say how long a prompt is after its calls in this block."""
-    token = _announced.set(max(_announced.get(), length))
+def announce(enabled: EnabledState, length: int) -> Iterator[None]:
+    """Say how long a prompt of an enabled model is after its calls in this block."""
+    outer, same = getattr(running, "prompt", None), prompt_of(enabled)
+    running.prompt = Prompt(enabled, length if same is None else max(length, same.length))
     try:
         yield
     finally:
-        _announced.reset(token)
-
-
-def _prefill_of_generate() -> dict[str, Any]:
-    """Return the variables of the prefill of `generate`, if one is under way."""
-    for frame in _frames():
-        if frame.f_code.co_name == "_prefill" and "generation_config" in frame.f_locals:
-            return frame.f_locals
-    return {}
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+        running.prompt = outer

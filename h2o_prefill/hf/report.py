@@ -94,23 +94,17 @@ class ModelReport:
 
 def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     """Return what each attention layer of a model does; `enabled` is None if it is not enabled."""
-    name = type(model).__name__
+    name, runs = type(model).__name__, None if enabled is None else NAME
+    layers = tuple(_report(module, enabled) for module in attention_layers(model, runs))
     if enabled is None:
-        layers = (_report(x, LayerCalls(), NOT_ENABLED) for x in attention_layers(model, None))
-        return ModelReport(name, "", tuple(layers))
+        return ModelReport(name, "", layers)
     shortest, crossover = None, ""
     if enabled.config.is_auto:
         shortest = enabled.shortest_sparse_prompt(model)
         crossover = crossover_text(enabled.like(model), shortest)
     measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
-    return ModelReport(
-        name,
-        enabled.config.to_string(),
-        tuple(_report_of_enabled(x, enabled) for x in attention_layers(model, NAME)),
-        tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None,
-        shortest,
-        crossover,
-    )
+    kl = tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
+    return ModelReport(name, enabled.config.to_string(), layers, kl, shortest, crossover)
 
 
 def no_model(given: Any) -> ValueError:
@@ -129,32 +123,27 @@ def _is_attention(module: nn.Module) -> bool:
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     """Return the numbered attention layers of a model by number, if they run `implementation`."""
-    found: list[Any] = []
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if (
-            isinstance(getattr(module, "layer_idx", None), int)
-            and _is_attention(module)
-            and hasattr(config, "_attn_implementation")
-            and implementation in (None, config._attn_implementation)
-        ):
-            found.append(module)
-    return sorted(found, key=lambda module: module.layer_idx)
+
+    def fits(module: nn.Module) -> bool:
+        name = getattr(getattr(module, "config", None), "_attn_implementation", "")
+        numbered = isinstance(getattr(module, "layer_idx", None), int) and _is_attention(module)
+        return numbered and name != "" and implementation in (None, name)
+
+    return sorted(filter(fits, model.modules()), key=lambda module: module.layer_idx)
 
 
-def _report(module: Any, calls: LayerCalls, reason: str, error: float | None = None) -> LayerReport:
-    mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
-    return LayerReport(
-        layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts
-    )
-
-
-def _report_of_enabled(module: Any, enabled: EnabledState) -> LayerReport:
-    calls, error = enabled.calls.get(module.layer_idx, LayerCalls()), None
-    if (errors := enabled.errors.get(module.layer_idx)) is not None:
-        total, number = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
-        error = total / number if number else None
-    return _report(module, calls, _why_dense(module, enabled, calls), error)
+def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
+    """Return what a layer does; `enabled` is None if the model is not enabled."""
+    number, kind = module.layer_idx, layer_type(module)
+    calls, reason, error = LayerCalls(), NOT_ENABLED, None
+    if enabled is not None:
+        calls = enabled.calls.get(number, calls)
+        reason = _why_dense(module, enabled, calls)
+        if (errors := enabled.errors.get(number)) is not None:
+            total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
+            error = total / chunks if chunks else None
+    counts = {**asdict(calls), "reason": reason}
+    return LayerReport(number, kind, "dense" if reason else "sparse", error=error, **counts)
 
 
 def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
@@ -179,7 +168,7 @@ def _chooses_keys(module: nn.Module) -> bool:
 
 def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     """Return whether some calls of an attention layer are sparse, by its kind."""
-    if not is_causal(module, {}):
+    if not is_causal(module):
         return False
     window = window_of(module)
     if window is not None:
@@ -221,8 +210,8 @@ def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     to_tokens_alone = ("full_attention", "linear_attention", *WINDOWED)
     enabled.leaves_window_masks = all(layer_type(layer) in to_tokens_alone for layer in layers)
     if enabled.leaves_window_masks:
-        enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
-        enabled.windows.pop(None, None)
+        sliding = (layer for layer in layers if layer_type(layer) != "chunked_attention")
+        enabled.windows = {window_of(layer) for layer in sliding}
     if not candidates and (why := _why_none_sparse(model, layers)):
         enabled.report(f"no layer of {type(model).__name__} can be sparse: {why}")
 
@@ -231,7 +220,7 @@ def _why_none_sparse(model: PreTrainedModel, layers: list[Any]) -> str:
     if layers:
         encoder_decoder = model.config.is_encoder_decoder
         not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
-        kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
+        kinds = [layer_type(x) if is_causal(x) else not_causal for x in layers]
         # Each once, in the order of the layers.
         return "its attention is " + " or ".join(dict.fromkeys(_IN_WORDS.get(x, x) for x in kinds))
     modules = [module for module in model.modules() if _is_attention(module)]

@@ -233,8 +233,7 @@ class Planner:
         state, ended = self._states.pop(request, None), request in self._prefilled
         self._prefilled.discard(request)
         if ended and state is not None and state.layers and state.config.error_rows:
-            errors = [layer.errors for layer in state.layers.values()]
-            self.counters.add_prompt(float(estimated_kl(errors, state.config)))
+            self.counters.add_prompt(float(estimated_kl(state.errors, state.config)))
 
     def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
         if prompt is None or not self.rules.takes(prompt.choice, len(prompt.tokens)):

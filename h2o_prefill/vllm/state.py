@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import next_memory
-from h2o_prefill.state import Checkpoint, PrefillState
+from h2o_prefill.state import LayerState
 
 
 @dataclass
@@ -25,27 +25,32 @@ class PromptState:
     # Whether all calls so far began at multiples of the chunk size: the state is then a function of
     # the tokens alone, and other prompts may go on from it.
     aligned: bool = True
-    layers: dict[int, PrefillState | Checkpoint] = field(default_factory=dict)
+    layers: dict[int, Any] = field(default_factory=dict)
 
-    def at(self, layer: int) -> PrefillState | None:
-        """Return the state of a layer, None before the first token."""
+    def at(self, layer: int) -> Any:
+        """Return the `LayerState` of a layer, None before the first token."""
         if self.length == 0:
             return None
-        held = self.layers[layer]
-        return held.state(self.length) if isinstance(held, Checkpoint) else held
+        state = self.layers[layer]
+        return LayerState.at_checkpoint(self.length, *state) if isinstance(state, tuple) else state
 
-    def keep(self, layer: int, state: PrefillState) -> None:
+    def keep(self, layer: int, state: Any) -> None:
         """Keep the state of a layer after `length` tokens."""
-        self.layers[layer] = state
         if self.length % self.config.chunk_size == 0:
-            memory = next_memory(state, self.config.of_layer(layer))
-            scores = state.scores.gather(2, memory.clamp(min=0).long()).masked_fill(memory < 0, 0)
-            self.layers[layer] = Checkpoint(memory, scores, state.errors)
+            state = state.checkpoint(layer, self.config.to_string())
+        self.layers[layer] = state
+
+    @property
+    def errors(self) -> list[Tensor]:
+        """The errors of all layers so far, each float32 [1, Hkv, 4]."""
+        return [x[2] if isinstance(x, tuple) else x.errors for x in self.layers.values()]
 
     @property
     def nbytes(self) -> int:
-        values = (x for layer in self.layers.values() for x in vars(layer).values())
-        return sum(x.nbytes for x in values if isinstance(x, Tensor))
+        """Bytes of the tensors."""
+        states = self.layers.values()
+        tensors = [x if isinstance(x, tuple) else x.tensors() for x in states]
+        return sum(x.nbytes for one in tensors for x in one)
 
 
 class Checkpoints:

@@ -7,7 +7,7 @@ from random_calls.judge import Judge
 from random_calls.oracles import check_result
 from torch import Tensor
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState, ops
+from h2o_prefill import ChunkedSparseAttention, LayerState, PrefillConfig, ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
 
 # The oracle loops over candidates and recalled keys in Python.
@@ -25,7 +25,7 @@ class Twin:
         # Tokens before a call, and with it.
         self.past, self.end = 0, 0
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
-        self.states: dict[int, PrefillState | None] = {}
+        self.states: dict[int, Any] = {}  # `LayerState`
         self.cached: dict[int, list[Tensor]] = {}
 
     def follow(self, method: str, arguments: list[Any], result: Any, context: Any) -> None:
@@ -43,7 +43,8 @@ class Twin:
             return
         if method in ("truncate", "reset"):
             self.past = self.end = min(self.end, *arguments or [0])
-            self.states = {i: x and x.truncated(self.end) for i, x in self.states.items()}
+            for state in self.states.values():
+                state.truncate(self.end)
         self.check(method, context)
 
     def check(self, what: str, context: Any) -> None:
@@ -59,7 +60,8 @@ class Twin:
                 judge.same(f"values after {what}", cache.value(layer), value)
             if tracker.has_scores(layer):
                 held = tracker.scores(layer), tracker.indices(layer), tracker.errors(layer)
-                state = self.states[layer].truncated(tracker.length(layer))
+                state = self.states[layer].clone()
+                state.truncate(tracker.length(layer))
                 _same_state(judge, what, (*held, tracker.last_chunk_begin(layer)), state)
 
     def _attend(self, out: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> None:
@@ -71,20 +73,22 @@ class Twin:
         pairs = zip(before, (k, v), strict=True)
         self.cached[layer] = [torch.cat([x[:, :, : self.past], y], 2) for x, y in pairs]
         history = (q, *self.cached[layer])
-        held = (state.scores, state.memory, state.last_chunk_begin) if state else (None, None, 0)
-        earlier = state and state.errors
+        begins = bool(state and state.scored)
+        held = (state.scores, state.memory, state.last_chunk_begin) if begins else (None, None, 0)
+        earlier = state.errors if begins else None
         expected, scores, memory, after = self.attention(
             *history, *held, scale=scale, recall=lists if self.config.recall else None,
             layer=layer, errors=earlier,
         )  # fmt: skip
         begin = config.last_chunk_begin(self.past, new) if sparse else held[2]
-        self.states[layer] = PrefillState(scores, memory, self.end, begin, after)
+        self.states[layer] = LayerState()
+        self.states[layer].set_scores(scores, memory, begin, after)
         self._same_rows(what, out, expected, min(config.dense_tail, new) if sparse else new)
         self.judge.near(f"dense output of {what}", out, expected)
         if not sparse:
             return
 
-        def attend(state: PrefillState | None, begin: int, end: int) -> PrefillState:
+        def attend(state: Any, begin: int, end: int) -> Any:
             rows = slice(begin - self.past, end - self.past)
             call = (q[:, :, rows], *(x[:, :, :end] for x in history[1:]))
             lists = self._recall(begin, end)
@@ -100,7 +104,7 @@ class Twin:
             check_result(self.judge, "chunked_sparse_attention", call, call, result)
 
     def _check_again(
-        self, what: str, attend: Any, state: Any, chunk_size: int, expected: PrefillState
+        self, what: str, attend: Any, state: Any, chunk_size: int, expected: Any
     ) -> None:
         """Make a sparse call again on other threads, and as two calls of whole chunks."""
         threads = torch.get_num_threads()
@@ -133,7 +137,7 @@ class Twin:
         self.judge.same(f"output of {what}", out[:, :, :rows], expected[:, :, :rows])
 
 
-def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: PrefillState) -> None:
+def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: Any) -> None:
     judge.same(f"scores after {what}", held[0], expected.scores)
     judge.same(f"memory set after {what}", held[1], expected.memory)
     judge.same(f"errors after {what}", held[2], expected.errors)

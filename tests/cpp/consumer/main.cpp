@@ -5,12 +5,12 @@
 #include <h2o_prefill/chunked_sparse_attention.h>
 #include <h2o_prefill/config.h>
 #include <h2o_prefill/crossover.h>
+#include <h2o_prefill/layer_state.h>
 #include <h2o_prefill/library.h>
 #include <h2o_prefill/memory_set_tracker.h>
 #include <h2o_prefill/ops.h>
 #include <h2o_prefill/package.h>
 #include <h2o_prefill/prefill_context.h>
-#include <h2o_prefill/session_file.h>
 #include <h2o_prefill/version.h>
 
 #include <iostream>
@@ -38,7 +38,7 @@ int main() {
   context.begin(at::arange(100).unsqueeze(0));
   // Fields that are left out are no warning.
   [[maybe_unused]] const h2o_prefill::PrefillBuffers buffers{.key = k, .value = v};
-  [[maybe_unused]] const h2o_prefill::SessionFile session{.length = 100};
+  [[maybe_unused]] const h2o_prefill::LayerState state;
   [[maybe_unused]] const h2o_prefill::PackageInfo package{.model = "x"};
   [[maybe_unused]] const h2o_prefill::DeviceCost cost{.measured = true};
   static_assert(H2O_PREFILL_VERSION_NUMBER >= H2O_PREFILL_MAKE_VERSION(0, 1, 0));

@@ -12,6 +12,7 @@ from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
+from h2o_prefill.session import Session
 
 pd = pytest.importorskip("pandas")
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill.hf import attention
 
 SPARSE: dict[str, Any] = {
     "chunk_size": 16,
@@ -98,34 +99,32 @@ def assert_close_under_autocast(model: Any, ids: torch.Tensor, **settings: Any) 
     torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) -> list[Any]:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any], module: Any = ops
+) -> list[Any]:
     """Return a list that gets what `note` makes of the arguments of each call of an operator."""
     seen: list[Any] = []
-    original = getattr(ops, name)
+    original = getattr(module, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         seen.append(note(*args, **kwargs))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(ops, name, watched)
+    monkeypatch.setattr(module, name, watched)
     return seen
 
 
 @pytest.fixture
 def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of new tokens of every layer that goes sparse."""
-    seen: list[int] = []
-    # Without a cache of ours, and with one.
-    for name in ("chunked_sparse_attention", "prefill_attention_"):
-        watch(monkeypatch, name, lambda q, *_args, **_kwargs: seen.append(q.shape[2]))
-    return seen
+    return watch(monkeypatch, "_attend_sparsely", lambda _, prompt, *__: prompt.shape[2], attention)
 
 
 def is_off(model: Any, implementation: str | None = None) -> bool:
-    """Return whether a model carries none of our hooks and its old attention."""
-    hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    """Return whether a model carries none of our wrappers and its old attention."""
+    wrapped = [m for m in model.modules() if {"forward", "generate"} & set(vars(m))]
     names = ("sdpa", "eager") if implementation is None else (implementation,)
-    return not hooks and model.config._attn_implementation in names
+    return not wrapped and model.config._attn_implementation in names
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from hf_helpers import (
 from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
-from h2o_prefill import enable
+from h2o_prefill import ChunkedPrefillCache, enable
 
 SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
@@ -29,9 +29,9 @@ def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(ll
         cache = new_cache(llama)
         in_calls(llama, cache, ids[:, :35], (32, 1, 1, 1))
         state = cache.layers[0].state
-        assert state.length == 32 and state.scores.shape[-1] == 32
+        assert state.scored == 32 and state.scores.shape[-1] == 32
         llama(ids[:, 35:], past_key_values=cache)
-        assert cache.layers[0].state.length == 80
+        assert cache.layers[0].state.scored == 80
         assert cache.layers[0].state.last_chunk_begin == 35 + 32
         # The local window belongs to the new call: its first chunk sees the decoded tokens.
         cache.crop(-(80 - 51))
@@ -61,7 +61,7 @@ def test_copies_go_on_independently(llama, ids, how):
             ours = llama(prompt[:, 32:], past_key_values=cache).logits
             whole = llama(prompt).logits[:, 32:]
             assert_close(ours, whole)
-        assert prefix.get_seq_length() == 32 and prefix.layers[0].state.length == 32
+        assert prefix.get_seq_length() == 32 and prefix.layers[0].state.scored == 32
 
 
 @pytest.mark.parametrize("how", ["reset", "crop"])
@@ -71,7 +71,7 @@ def test_an_emptied_cache_is_as_a_new_one(llama, ids, how):
         first = llama(ids, past_key_values=cache).logits
         cache.reset() if how == "reset" else cache.crop(-72)
         assert cache.get_seq_length() == 0 and cache.token_ids is None
-        assert all(layer.state is None for layer in cache.layers)
+        assert not any(layer.state.scored for layer in cache.layers)
         assert torch.equal(llama(ids, past_key_values=cache).logits, first)
 
 
@@ -85,12 +85,12 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
         assert cache.get_seq_length() == kept == cache.token_ids.shape[1]
         for layer, old in zip(cache.layers, before, strict=True):
             state, within_the_last_chunk = layer.state, kept > 64
-            assert state.length == kept and torch.equal(state.scores, old.scores[..., :kept])
+            assert state.scored == kept and torch.equal(state.scores, old.scores[..., :kept])
             assert state.last_chunk_begin == (64 if within_the_last_chunk else 0)
             memory = old.memory if within_the_last_chunk else torch.full_like(old.memory, -1)
             assert torch.equal(state.memory, memory) and torch.equal(state.errors, old.errors)
         assert llama(ids[:, kept:], past_key_values=cache).logits.isfinite().all()
-        assert cache.layers[0].state.length == (72 if kept < 71 else 71)
+        assert cache.layers[0].state.scored == (72 if kept < 71 else 71)
 
 
 def test_rows_can_be_repeated_selected_and_reordered(llama, make_ids):
@@ -125,21 +125,20 @@ def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):
     assert torch.equal(ours, in_calls(llama, DynamicCache(config=llama.config), ids, (30, 1, 41)))
 
 
-def test_an_interrupt_inside_the_forward_is_cleaned_up(llama, ids):
-    """Torch does not call closing hooks after one: the next call does it, or `disable`."""
-    block = llama.model.layers[1].mlp
+def test_a_cache_is_refused_after_an_interrupt_until_it_is_reset(llama, ids):
     with enable(llama, **SPARSE) as handle:
-        cache, other, fresh = (new_cache(llama) for _ in range(3))
-        for each in (cache, other):
-            llama(ids[:, :32], past_key_values=each)
-        expected = llama(ids[:, 32:], past_key_values=other).logits
-        with failing(block, KeyboardInterrupt):
+        cache, fresh = (new_cache(llama) for _ in range(2))
+        expected = llama(ids, past_key_values=cache).logits
+        with failing(llama.model.layers[1].mlp, KeyboardInterrupt):
             llama(ids[:, 32:], past_key_values=cache)
-        assert torch.equal(llama(ids[:, 32:], past_key_values=cache).logits, expected)
-        with failing(block, KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, 32:], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
+        with failing(llama.model.embed_tokens):
             llama(ids, past_key_values=fresh)
+        assert torch.equal(llama(ids, past_key_values=fresh).logits, expected)
         handle.disable()
-        assert fresh.get_seq_length() == 0
 
 
 def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llama, ids):
@@ -149,10 +148,32 @@ def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llam
         llama(ids[:, :40], past_key_values=cache)
         with failing(llama.model.layers[1].mlp):
             llama(ids[:, 40:], past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"half updated; reset\(\) the cache"):
+        with pytest.raises(RuntimeError, match=r"half updated; reset\(\) it"):
             llama(ids[:, 40:], past_key_values=cache)
         cache.reset()
         assert_close(llama(ids, past_key_values=cache).logits, llama(ids).logits)
+
+
+def test_a_failed_cache_goes_on_from_a_checkpoint(llama, make_ids):
+    """Layers of a failed cache hold different numbers of tokens."""
+    ids = make_ids(1, 96)
+    with enable(llama, **RECALL):
+        failed, other = (
+            ChunkedPrefillCache(config=llama.config, checkpoints=True) for _ in range(2)
+        )
+        for cache, length in ((failed, 96), (other, 32)):
+            llama(ids[:, :length], past_key_values=cache)
+        failed.failed = True
+        failed.layers[1].crop(-40)
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, :16], past_key_values=failed)
+        assert failed.checkpoint_before(80) == 48
+        failed.crop(60 - 96)  # no checkpoint
+        with pytest.raises(RuntimeError, match="half updated"):
+            llama(ids[:, :16], past_key_values=failed)
+        failed.crop(32 - failed.get_seq_length())
+        logits = [llama(ids[:, 32:], past_key_values=cache).logits for cache in (failed, other)]
+        assert torch.equal(*logits) and failed.token_ids.equal(ids)
 
 
 @pytest.mark.parametrize("own", [False, True])

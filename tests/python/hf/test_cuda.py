@@ -55,7 +55,7 @@ def test_prefill_by_chunks_and_a_session_file(build, make_ids, tmp_path):
 
     def logits(device):
         cache = chunked_prefill(model.to(device), ids.to(device)).past_key_values
-        cache.save(path)
+        cache.save(path, model)
         other = ChunkedPrefillCache.load(path, model)
         assert other.token_ids.device.type == device
         return model(more.to(device), past_key_values=other).logits

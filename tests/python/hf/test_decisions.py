@@ -18,6 +18,7 @@ from transformers import StaticCache
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import EnabledState, ForwardContext
+from h2o_prefill.hf.kinds import LeftOutMask, form_of
 from h2o_prefill.hf.rules import dense_reason
 
 
@@ -114,11 +115,12 @@ def test_a_long_call_after_a_plain_cache_is_dense_and_causal_up_to_its_end(
     """The silent mistake to fear: no mask, and sdpa takes the first keys instead of all of them."""
     model, settings = build(name, implementation), {**SPARSE, "chunk_size": 24}
     stock, reason = model(ids).logits, "a cache that was not filled by this model"
-    start = model(ids[:, :first])
-    with enable(model, strict=True, **settings):
-        with pytest.raises(NotImplementedError, match=reason):
-            model(ids[:, first:], past_key_values=start.past_key_values)
-        assert start.past_key_values.get_seq_length() == first
+    start, other = (model(ids[:, :first]) for _ in range(2))
+    with (
+        enable(model, strict=True, **settings),
+        pytest.raises(NotImplementedError, match=reason),
+    ):
+        model(ids[:, first:], past_key_values=other.past_key_values)
     with enable(model, **settings), pytest.warns(UserWarning, match=reason):
         rest = model(ids[:, first:], past_key_values=start.past_key_values)
     assert_close(torch.cat([start.logits, rest.logits], dim=1), stock)
@@ -150,10 +152,10 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     kwargs = {"position_ids": torch.arange(72), "use_cache": True, **arguments}
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
-    run = ForwardContext(EnabledState(config), None)
-    run.plain.add((72, 72))
-    given = (layer, query, key, key, None, dropout, None, kwargs)
-    found = dense_reason(Call(*given, config, run, None, None, None, key.shape[2]))
+    context = ForwardContext(EnabledState(config), None)
+    left_out = LeftOutMask(None, 72, 72, 0, 72, None, lambda: None)
+    given = (layer, query, key, key, None, dropout, None, kwargs, form_of(layer))
+    found = dense_reason(Call(*given, context, left_out=left_out))
     assert found is None if reason is None else reason in found
 
 

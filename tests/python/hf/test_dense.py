@@ -13,6 +13,7 @@ from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import attend_densely
 from h2o_prefill.hf.forward import EnabledState, ForwardContext
+from h2o_prefill.hf.kinds import form_of
 
 
 @pytest.fixture
@@ -56,10 +57,10 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     config = PrefillConfig(**SPARSE)
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
-    run = ForwardContext(EnabledState(config), None)
+    context = ForwardContext(EnabledState(config), None)
     scale = query.shape[-1] ** -0.5
-    given = (layer, query, key, key, None, 0.0, scale, arguments)
-    out, _ = attend_densely(Call(*given, config, run, None, None, None, key.shape[2]))
+    given = (layer, query, key, key, None, 0.0, scale, arguments, form_of(layer))
+    out, _ = attend_densely(Call(*given, context))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     assert bool(dense_calls) == ours

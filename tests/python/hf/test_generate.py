@@ -1,5 +1,6 @@
 """`generate` in all its forms, with sparse prefill and dense decoding."""
 
+import copy
 import warnings
 
 import pytest
@@ -20,7 +21,6 @@ from packaging.version import Version
 from transformers import DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.hf.cache import take_over
 
 GREEDY = {**GREEDY, "max_new_tokens": 12}
 
@@ -103,10 +103,10 @@ def test_chat_turns_stay_sparse(llama, make_ids, sparse_layers, kind):
         turn = torch.cat([first, make_ids(1, 40, seed=4)], dim=1)
         second = llama.generate(turn, past_key_values=cache, **GREEDY)
         assert sparse_layers == [72, 72, 41, 41]
-        assert torch.equal(take_over(cache).token_ids, second[:, : cache.get_seq_length()])
+        assert torch.equal(cache.token_ids, second[:, : cache.get_seq_length()])
         # A turn that is taken back leaves what was before it.
         cache.crop(-(cache.get_seq_length() - first.shape[1] + 1))
-        assert torch.equal(take_over(cache).token_ids, first[:, :-1])
+        assert torch.equal(cache.token_ids, first[:, :-1])
         again = llama.generate(turn, past_key_values=cache, **GREEDY)
     assert torch.equal(second, llama.generate(turn, **GREEDY)) and torch.equal(again, second)
 
@@ -130,7 +130,7 @@ def test_a_prompt_begins_with_the_text_of_the_cache(llama, ids, make_ids, chunks
 
         def answer(prompt, **more):
             options = {**GREEDY, "prefill_chunk_size": chunks, **more}
-            return llama.generate(prompt, past_key_values=cache.copy(), **options)
+            return llama.generate(prompt, past_key_values=copy.deepcopy(cache), **options)
 
         for prompt in (text, other) if length <= 72 else (other,):
             if length == 72 and chunks:

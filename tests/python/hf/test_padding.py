@@ -19,7 +19,7 @@ from hf_helpers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from h2o_prefill import ChunkedPrefillCache, enable, explain
-from h2o_prefill.hf.kinds import row_spans
+from h2o_prefill.hf.masks import row_spans
 
 MODELS = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "gpt-oss", "mistral"]
 SIDES = ["left", "right", "both"]
@@ -276,7 +276,7 @@ def test_later_calls_are_dense_as_long_as_the_mask_hides_tokens(
         with pytest.warns(UserWarning, match=PADDED):
             cache = model(**batch.arguments, past_key_values=kind(config=model.config))
         cache = cache.past_key_values
-        assert all(layer.state is None for layer in cache.layers)
+        assert not any(layer.state.scored for layer in cache.layers)
         plain = stock_copy(cache, model.config)
         handle.state.reported.clear()
         with pytest.warns(UserWarning, match=PADDED) if masked and new == 40 else nullcontext():

@@ -24,7 +24,7 @@ def shortest(enabled, llama):
 
 
 def is_sparse(cache):
-    return cache.layers[1].state is not None
+    return cache.layers[1].state.scored > 0
 
 
 def test_a_prompt_is_sparse_from_the_length_that_the_report_names(llama, ids, shortest):
@@ -57,8 +57,7 @@ def test_a_prompt_of_unknown_length_is_dense_until_it_is_long_enough(llama, ids,
     llama(ids[:, 16:32], past_key_values=cache)
     assert is_sparse(cache)
     llama(ids[:, 32:48], past_key_values=cache)  # and stays sparse
-    assert cache.layers[1].state.length == 48
-    assert cache._origin.changed == ""
+    assert cache.layers[1].state.scored == 48
     in_calls(llama, stock, ids[:, :15], (10, 5))
     assert not is_sparse(stock)
 
@@ -66,11 +65,11 @@ def test_a_prompt_of_unknown_length_is_dense_until_it_is_long_enough(llama, ids,
 def test_sessions_go_on_as_they_are(llama, ids, enabled, tmp_path):
     cache = new_cache(llama)
     llama(ids[:, :48], past_key_values=cache)
-    cache.save(tmp_path / "prompt.session")
+    cache.save(tmp_path / "prompt.session", llama)
     loaded = ChunkedPrefillCache.load(tmp_path / "prompt.session", llama)
     expected = llama(ids[:, 48:64], past_key_values=cache).logits
     assert torch.equal(llama(ids[:, 48:64], past_key_values=loaded).logits, expected)
-    assert loaded.layers[1].state.length == 64
+    assert loaded.layers[1].state.scored == 64
 
 
 def test_prefixes_of_short_and_long_prompts_are_kept_apart(llama, ids, shortest):

@@ -36,17 +36,17 @@ ALLOWED = {
         *(*LIBRARY, "kernels/cpu/attend_rows.h", "kernels/cpu/cpu_features.h", "torch/library.h"),
     ),
     r"bindings/": (*LIBRARY, "torch/"),
+    r"core/session\.cpp": (*ATEN, *LIBRARY, "core/", "caffe2/serialize/", "torch/csrc/jit/"),
     r"core/": (*ATEN, *LIBRARY, "core/"),
     r"runtime/": (
-        *(*ATEN, "common/checkpoint.h", "common/rules.h", "h2o_prefill/", "sys/utsname.h"),
+        *(*ATEN, "common/rules.h", "core/session.h", "h2o_prefill/", "sys/utsname.h"),
         *("kernels/cpu/cpu_features.h", "torch/version.h", "torch/csrc/inductor/aoti_package/"),
     ),
     r"ops/": (
         *(*ATEN, "common/linear_attention_request.h", "common/prefill_entries.h", "common/rules.h"),
         *("h2o_prefill/ops.h", "ops/", "torch/csrc/autograd/", "torch/library.h"),
     ),
-    # A file is written whole.
-    r"common/atomic_file\.": ("c10/", "common/", "fcntl.h", "sys/file.h", "sys/stat.h", "unistd.h"),
+
     r"common/": (*ATEN, *LIBRARY, "sys/mman.h", *KERNEL_VOCABULARY),
     r"kernels/[^/]+$": KERNEL_VOCABULARY,
     r"kernels/cuda/[^/]+\.cuh?$": ("kernels/cuda/", *KERNEL_VOCABULARY, *CUDA),
