@@ -202,6 +202,10 @@ class PrefillConfig:
         """Return whether a call of `new` tokens after `past` is sparse outside `dense_layers`."""
         return bool(self.native.is_sparse_call(past, new))
 
+    def is_sparse(self, layer: int, past: int, new: int) -> bool:
+        """Return whether a layer is sparse in a call of `new` tokens after `past`."""
+        return bool(self.native.is_sparse(layer, past, new))
+
     def last_chunk_begin(self, past: int, new: int) -> int:
         """Return where the last chunk of a call of `new` tokens after `past` begins."""
         return int(self.native.last_chunk_begin(past, new))

@@ -52,16 +52,6 @@ def attend_in_buffers(
     return ops.prefill_attention_(*held, *told, *checkpoints)
 
 
-def attend_functionally(
-    query: Tensor, key: Tensor, value: Tensor, state: PrefillState | None, options: LayerOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the operator that returns a layer's state: output, scores, memory and errors."""
-    recall, layer, settings, logits = options
-    scores, memory, begin, errors = (None, None, 0, None) if state is None else state.fields
-    told = (*recall, begin, layer, settings, *logits)
-    return ops.prefill_attention(query, key, value, scores, memory, *told, errors)
-
-
 def sparse_attention(
     q: Tensor,
     k: Tensor,

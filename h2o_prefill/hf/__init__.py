@@ -2,7 +2,7 @@
 
 | floor | file | job |
 | --- | --- | --- |
-| 5 | enable.py | switch a model to sparse prefill, and back; the hooks around its forward |
+| 5 | enable.py | switch a model to sparse prefill, and back |
 | | prefill.py | prefill a prompt in several calls |
 | | prefix_cache.py | texts that were prefilled, for prompts that begin with them |
 | | report.py | which layers are and were sparse |
@@ -10,6 +10,7 @@
 | 4 | attention.py, masks.py | the two functions that transformers calls |
 | | rules.py | when a call is sparse, else why it is not |
 | | dense.py | the attention that the model had before |
+| | entry.py | the wrapped `forward` and `generate` of a model |
 | | parallel.py | models that are spread over several processes |
 | 3 | forward.py, call.py | what one forward knows; one call to attend |
 | 2 | cache.py, layer.py | caches that calls of one prompt share, with session files; their layers |

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import LayerOptions, attend_functionally, sparse_attention
+from h2o_prefill.functional import LayerOptions, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype, mask_in_graph, with_candidates
@@ -54,16 +54,10 @@ def _attend(call: Call) -> Attended:
             last = replace(call, query=query[:, :, prompt.shape[2] :], mask=mask)
             candidates = attend_densely(last)[0]
             return torch.cat([out.transpose(1, 2), candidates], dim=1).contiguous(), None
-    elif not call.is_sparse:
+    elif call.config.exact:
         out = ops.dense_attention(query, key, value, *options)
-    elif call.graph is None:
-        out = _attend_sparsely(call, prompt, key, value)
     else:
-        told = LayerOptions(call.graph.recall, call.number, call.graph.settings, options)
-        if layer is None:
-            out = attend_functionally(query, key, value, None, told)[0]
-        else:
-            out = layer.attend_in_graph(prompt, key.shape[2] - call.graph.candidates, told)
+        out = _attend_sparsely(call, prompt, key, value)
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous(), None
 
 
@@ -83,7 +77,7 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     layer, config = call.cache_layer, call.config
     assert layer is None or isinstance(layer, ChunkedPrefillLayer)
     if layer is not None:
-        call.context.keep_state(layer)
+        call.context.was_sparse = True
     total, batch = call.past + prompt.shape[2], prompt.shape[0]
     recall = call.context.recall_lists(batch, call.past, call.new, prompt.device)
     if layer is not None and layer.holds(key, value):

@@ -76,6 +76,16 @@ class KeepsTokenIds(Cache):
     _token_ids: list[Tensor] | None
     # What an open `min_prefill` was resolved to: once the prompt is sparse, the chunk size.
     min_prefill: int | None = None
+    # Whether a forward raised half way and left layers of different lengths or states.
+    failed: bool = False
+
+    def check_usable(self) -> None:
+        """Refuse a cache that a failed forward has left half updated."""
+        if self.failed:
+            raise RuntimeError(
+                "h2o_prefill: a forward has failed and left the cache half updated; reset() it, "
+                "crop it to a length that checkpoint_before() gives, or pass another one"
+            )
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -97,7 +107,7 @@ class KeepsTokenIds(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._token_ids = []
+        self._token_ids, self.failed = [], False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids."""
@@ -249,6 +259,24 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         other.layers = [branch_of(layer, room) for layer in self.layers]
         other._token_ids = None if self._token_ids is None else list(self._token_ids)
         return other
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, from keys, values, states and ids.
+
+        After a forward that failed half way, layers hold different numbers of tokens: all are cut
+        to the length that the first one comes to.
+        """
+        if not self.failed:
+            super().crop(tokens_to_remove)
+            return
+        length = self.get_seq_length() - abs(tokens_to_remove)
+        if length <= 0:
+            self.reset()
+            return
+        self.failed = self.checkpoint_before(length) != length
+        for layer in self.layers:
+            layer.crop(min(0, length - layer.get_seq_length()))
+        self._map_ids(lambda ids: ids[:, :length])
 
     def checkpoint_before(self, length: int) -> int:
         """Return the last length, up to this one, to which `crop` is exact, 0 if there is none.
@@ -486,31 +514,11 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         return self._position
 
 
-def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
-    """Return a cache of ours that has the layers of an empty one of transformers; others as is.
-
-    The two share their list of layers, so the user's cache holds what ours does, and what edits
-    the one edits the other. A cache that was taken over before gives the same cache of ours again.
-    """
-    taken = getattr(cache, "_h2o_prefill_cache", None)
-    if taken is not None and taken.layers is cache.layers:
-        return taken
+def adopt(cache: Any, kind: type[Any] | None = None) -> None:
+    """Turn an empty cache of transformers into one of ours, in place; leave others as they are."""
     kinds: Any = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
     kind = kind or kinds.get(type(cache))
     offloaded = kind is StaticPrefillCache and cache.offloading
-    if kind is None or offloaded or length_of(cache) != 0:
-        return cache
-    ours: Any = object.__new__(kind)
-    vars(ours).update(vars(cache))
-    ours._replace_layers()
-    cache._h2o_prefill_cache = ours
-    cache.layer_class_to_replicate = ours.layer_class_to_replicate
-    for edit in (
-        "reset",
-        "crop",
-        "reorder_cache",
-        "batch_repeat_interleave",
-        "batch_select_indices",
-    ):
-        setattr(cache, edit, getattr(ours, edit))
-    return ours
+    if kind is not None and not offloaded and length_of(cache) == 0:
+        cache.__class__ = kind
+        cache._replace_layers()

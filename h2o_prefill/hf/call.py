@@ -128,11 +128,6 @@ class Call:
         return self.new - verified
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether the settings make a call sparse that nothing else makes dense."""
-        return not self.config.exact if self.graph is None else self.graph.is_sparse(self.number)
-
-    @property
     def layer(self) -> int | None:
         """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
         index = getattr(self.module, "layer_idx", None)

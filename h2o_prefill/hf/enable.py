@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL
 from h2o_prefill.hf.attention import h2o_prefill_attention
-from h2o_prefill.hf.cache import (
-    CACHE_NAMES,
-    StaticPrefillCache,
-    cache_argument,
-    leave_shared,
-    note_use,
-    take_over,
-)
-from h2o_prefill.hf.forward import (
-    EnabledState,
-    ForwardContext,
-    GraphCall,
-    check_idle,
-    context_of,
-    leave_context,
-)
-from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, is_unpadded, longest_text
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
+from h2o_prefill.hf.entry import entry_of, unwrap, wrap
+from h2o_prefill.hf.forward import EnabledState, check_idle
+from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, longest_text
 from h2o_prefill.hf.masks import h2o_prefill_mask
-from h2o_prefill.hf.parallel import (
-    StageCache,
-    check_heads_here,
-    layers_here,
-    new_cache,
-)
+from h2o_prefill.hf.parallel import check_heads_here, layers_here
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
-from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import text_for
 
@@ -55,7 +29,6 @@ class PrefillHandle:
         self.state = state
         self.config = state.config
         self._entered = False
-        self._hooks: list[Any] = []
 
     @property
     def active(self) -> bool:
@@ -104,8 +77,8 @@ class PrefillHandle:
             _switch(self.model)
             look_at_layers(self.model, self.state)
             for module in self.model.modules():
-                if module is self.model or isinstance(module, PreTrainedModel):
-                    self._hooks += ForwardHook(module, self).attach(module)
+                if isinstance(module, PreTrainedModel):
+                    wrap(module, self)
             self.state.mark(on=True)
         finally:
             if not self.state.on:
@@ -149,9 +122,8 @@ class PrefillHandle:
             self.state.mark(on=True)
 
     def _restore(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for module in self.model.modules():
+            unwrap(module)
         for config, name in self.state.previous:
             # Not the public setter: it would spread the choice of a config over its sub-configs.
             config._attn_implementation_internal = name
@@ -279,9 +251,8 @@ def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
     """Return the handles that a model, or one inside of it, is enabled through, each once."""
     if not isinstance(model, nn.Module):
         raise no_model(model)
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    ours = (x for x in hooks if isinstance(x, partial) and x.func is before_forward)
-    return list(dict.fromkeys(hook.args[0].handle for hook in ours))
+    entries = (entry_of(module) for module in model.modules())
+    return list(dict.fromkeys(entry.handle for entry in entries if entry is not None))
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
@@ -311,198 +282,3 @@ def _switch(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not use transformers' attention interface, so its "
             "attention cannot be replaced"
         )
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class ForwardHook:
-    """Hooks that open a context before a forward and close it after, even if it raises."""
-
-    def __init__(self, model: nn.Module, handle: PrefillHandle) -> None:
-        self.handle = handle
-        self.names = tuple(inspect.signature(model.forward).parameters)
-        self.makes_caches = "cache" in self.names or "past_key_values" in self.names
-
-    def attach(self, model: nn.Module) -> list[Any]:
-        # Not bound methods, which dynamo would look into.
-        return [
-            model.register_forward_pre_hook(note_compilation),
-            model.register_forward_pre_hook(partial(before_forward, self), with_kwargs=True),
-            model.register_forward_hook(
-                partial(after_forward, self), with_kwargs=True, always_call=True
-            ),
-        ]
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward by name, the cache always as `cache`."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
-        return {**given, "cache": next(caches, None)}
-
-    def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
-    ) -> Arguments:
-        """Return the arguments of a forward with other values for some that it takes."""
-        for name, value in changed.items():
-            index = self.names.index(name)
-            if index < len(args):
-                args = (*args[:index], value, *args[index + 1 :])
-            else:
-                kwargs = {**kwargs, name: value}
-        return args, kwargs
-
-    def makes_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
-        """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
-        if arguments["cache"] is not None or not self.makes_caches:
-            return False
-        # Those that generate a text without one have caches of other classes.
-        supports = getattr(model, "_supports_default_dynamic_cache", None)
-        if supports is None or not supports():
-            return False
-        config: Any = model.config
-        wanted = arguments.get("use_cache")
-        if wanted is None:
-            wanted = getattr(config.get_text_config(decoder=True), "use_cache", False)
-        return bool(wanted) and not config.is_encoder_decoder and not torch.is_grad_enabled()
-
-
-def note_compilation(*_: Any) -> None:
-    """Note whether the hooks of a model run under torch.compile."""
-    # The hooks of the model that is called run outside of its graph, but those that dynamo may
-    # trace become graphs of their own.
-    graph.compiled = torch.compiler.is_dynamo_compiling()
-
-
-# Dynamo cannot trace context variables. Hooks of models that are nested in a compiled one are left
-# out of its graph: they are part of its context.
-@torch.compiler.disable
-def before_forward(
-    hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
-    """Open a context, or join the enclosing model's; return the arguments that it needs."""
-    noted, graph.compiled = getattr(graph, "compiled", False), False
-    compiled = noted or hasattr(model.forward, "_torchdynamo_orig_callable")
-    context = context_of(hook.handle.state, model)
-    arguments = hook.read(args, kwargs)
-    context.modules.append(model)
-    changed: dict[str, Any] = {}
-    given = arguments["cache"]
-    if given is not None and context.cache is None:
-        own = layers_here(model) if len(context.modules) == 1 else None
-        ours = take_over(given) if own is None else StageCache.of(given, own)
-        arguments["cache"] = ours
-        args = tuple(ours if x is given else x for x in args)
-        kwargs = {name: ours if x is given else x for name, x in kwargs.items()}
-    if len(context.modules) > 1:
-        context.add_arguments(arguments)
-        return args, kwargs
-    if hook.makes_cache(model, arguments):
-        cache = new_cache(model)
-        changed |= cache_argument(model, cache)
-        # What the caller gave by the other names is None.
-        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        # A call without a cache verifies no candidates.
-        arguments.update(cache=cache, logits_to_keep=None)
-    context.add_arguments(arguments)
-    context.check_text()
-    if compiled:
-        leave_shared(context.cache)  # Graphs do not ask which rows they may write.
-    bare = all(arguments.get(x) is None for x in ("cache", "attention_mask", "position_ids"))
-    if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
-        # Else transformers looks for packed sequences.
-        shape, device = context.tokens.shape[:2], context.tokens.device
-        changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
-    _tell_graph(context, {**arguments, **changed}.get("attention_mask"), compiled)
-    return hook.replace(args, kwargs, changed)
-
-
-@torch.compiler.disable
-def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Leave the context; `output` is None if the forward raised."""
-    state = hook.handle.state
-    context = leave_context(state, model, failed=output is None)
-    if context is None or output is None:
-        return
-    if context.call is not None:
-        _take_from_graph(context, context.call)
-    held = context.cache, context.begun, context.was_sparse
-    note_use(hook.handle.model, state, context.config, *held)
-
-
-def _leave_out(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-for _hook in (before_forward, after_forward):
-    torch.compiler.substitute_in_graph(_hook)(_leave_out)
-
-
-def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
-    """Pass to a compiled graph, and the layers of a static cache, what they cannot determine."""
-    static = isinstance(context.cache, StaticPrefillCache)
-    graph.call = graph.layer = None
-    if context.tokens is None or not (compiled or static):
-        return
-    new, config = context.new, context.config
-    if new == 1 and context.enabled.config.is_auto:
-        config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
-    position = context.cache.position_for(new) if static else None
-    past = context.past if position is None else int(position[0]) if new > 1 else 0
-    is_2d = isinstance(mask, Tensor) and mask.ndim == 2
-    unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
-    if is_2d and not unpadded and not static:
-        return  # Attention breaks the graph: rows with padding attend one by one.
-    if isinstance(mask, Tensor) and not unpadded:
-        context.mask_reason = MASKED
-    candidates = context.candidates_in(past, new)
-    sparse = new > 1 and config.is_sparse_call(past, new - candidates)
-    recall: Any = NO_RECALL
-    batch, device = context.tokens.shape[0], context.tokens.device
-    if sparse:
-        recall = context.recall_lists(batch, past, new, device)
-    elif static and new > 1 and config.recall:
-        # No keys, but lists: one graph for short calls and long ones.
-        blocks = batch * -(-(new - candidates) // config.recall_block)
-        sizes = blocks + 1, 0, 0
-        recall = tuple(torch.zeros(x, dtype=torch.int32, device=device) for x in sizes)
-    for tensor in recall:
-        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    hf_config: Any = context.modules[0].config
-    context.call = graph.call = GraphCall(
-        config=config,
-        settings=config.to_string(),
-        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
-        sparse=sparse,
-        cached=context.cache is not None,
-        unpadded=unpadded,
-        plain=bool(context.plain),
-        windows=frozenset(context.windows),
-        candidates=candidates,
-        recall=recall,
-        position=position,
-    )
-    if static:
-        context.cache.begin(config)
-
-
-def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
-    """Store the states that a graph computed, and update counts and reports."""
-    assert context.tokens is not None
-    layers = getattr(context.cache, "layers", None) or []
-    rows = context.new - call.candidates
-    if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
-        ops.advance_position_(call.position, rows, call.settings)
-    for layer in layers:
-        if isinstance(layer, ChunkedPrefillLayer) and layer.traced:
-            context.was_sparse = True
-            layer.take_traced(context.past - call.candidates, rows, call.config)
-    for number, reason in call.outcomes:
-        if reason is None and not call.is_sparse(number):
-            reason = ""
-        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
-        if reason is None and number < len(layers):
-            context.enabled.note_errors(number, getattr(layers[number], "errors", None))
-        if reason and call.sparse:
-            context.enabled.report(f"dense attention: {reason}")

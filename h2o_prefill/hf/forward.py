@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o_prefill import ops
 from h2o_prefill._warn import warn
@@ -31,7 +28,6 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.state import PrefillState
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -45,13 +41,11 @@ OTHER_TEXT = (
     "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
 )
 
-# The length of a prompt after all of its calls, 0 if nobody has said.
-_announced: ContextVar[int] = ContextVar("announced", default=0)
-
-# The running forward of this thread.
-_current = threading.local()
+# `context`: the running forward of this thread. `prompt`: what is known of the prompt of which a
+# function that calls the model is under way, `generate` as an example.
+running = threading.local()
 # The running forwards of all threads.
-_running: list[ForwardContext] = []
+_contexts: list[ForwardContext] = []
 
 
 @dataclass
@@ -157,13 +151,11 @@ DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 @dataclass
 class GraphCall:
-    """What a compiled graph, or a static cache, cannot determine about a forward."""
+    """What the layers of a static cache, perhaps in a compiled graph, cannot determine."""
 
     config: PrefillConfig
     settings: str
     previous: str | None  # the attention implementation that the model had before
-    sparse: bool  # whether layers that can be sparse are, by the number of tokens
-    cached: bool  # whether the model was given a cache
     # Whether the model was called with a mask of two dimensions that hides nothing, so that
     # the graph leaves it out.
     unpadded: bool
@@ -172,97 +164,19 @@ class GraphCall:
     plain: bool
     windows: frozenset[int]  # whose masks it made none of before the forward either
     candidates: int  # tokens at the end of the call that assisted decoding verifies
+    # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
+    position: Tensor
     recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
-    # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
-    position: Tensor | None = None
     # Layers that the graph attended in, and why they had to be dense: empty if by design,
-    # None if they were as the settings say (`is_sparse`).
+    # None if they were as the settings say.
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
     # bool: whether the graph left out a mask that hides something after all.
     hidden: list[Tensor] = field(default_factory=list)
-
-    def is_sparse(self, number: int) -> bool:
-        return self.sparse and number not in self.config.dense_layers
 
 
 def call_in_graph() -> GraphCall | None:
     """Return the forward that torch.compile is tracing, None if attention must break its graph."""
     return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
-
-
-class CacheSnapshot:
-    """The state of a cache before a forward: full layers by length, sliding layers by reference.
-
-    Layers that change their tensors in place (static caches, linear attention) and layers of
-    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
-    using it again would continue from half of a call.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        # The list itself, even if empty: a cache may get its layers only as it grows.
-        self._layers: list[Any] = getattr(cache, "layers", [])
-        self._count = len(self._layers)
-        self._full: list[tuple[Any, int]] = []
-        self._sliding: list[tuple[Any, dict[str, Any]]] = []
-        self._others: list[tuple[Any, Any]] = []
-        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
-        for layer in self._layers:
-            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
-                self._full.append((layer, layer.get_seq_length()))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self._sliding.append((layer, vars(layer).copy()))
-            else:
-                self._others.append((layer, _versions(layer)))
-
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember the scores and memory set of a layer, which are about to change in place."""
-        self._states.append((layer, None if layer.state is None else layer.state.clone()))
-
-    def restore(self) -> None:
-        """Restore every remembered layer and remove the layers added since."""
-        # Lengths, not references: the old keys of all layers would double the memory of the cache.
-        for layer, length in self._full:
-            if length == 0:
-                layer.reset()
-            elif layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
-        for layer, state in reversed(self._states):
-            # A cache that its user has cut since an interrupt stays cut.
-            if state is None or state.length <= layer.get_seq_length():
-                layer.state = state
-        for layer, attributes in self._sliding:
-            if layer.get_seq_length() >= attributes["cumulative_length"]:
-                vars(layer).update(attributes)
-        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
-        if changed:
-            self._cache._h2o_prefill_broken = type(changed[0]).__name__
-        del self._layers[self._count :]
-
-
-def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset."""
-    kind = getattr(cache, "_h2o_prefill_broken", None)
-    if kind is None:
-        return
-    if cache.get_seq_length() == 0:
-        del cache._h2o_prefill_broken
-        return
-    raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
-        "updated; reset() the cache, or use a new one"
-    )
-
-
-def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place."""
-    found = []
-    for name, value in vars(layer).items():
-        items = value.values() if isinstance(value, dict) else [value]
-        tensors = (x for x in items if isinstance(x, Tensor))
-        # Tensors of inference mode do not count their changes: they compare as changed.
-        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
-    return found
 
 
 class ForwardContext:
@@ -272,8 +186,7 @@ class ForwardContext:
         self.enabled = enabled
         self.model = model  # the outermost
         self.modules: list[nn.Module] = []
-        self.frame: FrameType | None = None
-        self.outer: ForwardContext | None = None
+        self.outer: ForwardContext | None = getattr(running, "context", None)
         self.thread = threading.current_thread()
         self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
         self.input_ids: Tensor | None = None
@@ -294,7 +207,6 @@ class ForwardContext:
         self.mask_reason: str | None = None  # why a mask was not plain causal
         # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
-        self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
@@ -309,14 +221,14 @@ class ForwardContext:
         if self.tokens is None:
             self.tokens = arguments.get("inputs_embeds") if input_ids is None else input_ids
         if self.cache is None and cache is not None:
-            check_usable(cache)
+            if isinstance(cache, KeepsTokenIds):
+                cache.check_usable()
             self.cache = cache
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()
             for layer in layers:
                 if isinstance(layer, ChunkedPrefillLayer):
                     layer.leave_inference_mode()
-            self._snapshot = CacheSnapshot(cache)
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
             if isinstance(mask, Mapping):
@@ -326,28 +238,22 @@ class ForwardContext:
                     slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
                     self.add_plain(self.new, self.past + self.new, slots)
 
-    def check_text(self) -> None:
-        """Refuse a prompt that goes on from another text; warn of one that is too long."""
-        length = max(self.begun + self.new, _announced.get())
-        longest = self.enabled.longest_text
+    def check(self) -> None:
+        """Warn of another attention implementation, and of a text too long for the model."""
+        names = (str(config._attn_implementation) for config, _ in self.enabled.previous)
+        if not any(name.startswith(NAME) for name in names):
+            self.enabled.report(CHANGED)
+        length, longest = self.prompt_length, self.enabled.longest_text
         if longest is not None and length > longest and TOO_LONG not in self.enabled.reported:
             self.enabled.reported.add(TOO_LONG)
             warn("h2o_prefill: " + TOO_LONG.format(longest, length))
-        cache = self.cache if isinstance(self.cache, KeepsTokenIds) else None
-        if cache is None or not cache._token_ids or self.input_ids is None:
-            return
-        prefill = _prefill_of_generate()
-        # None, or 0 in chunks: `generate` was given what follows the cache alone.
-        rest = prefill.get("next_sequence_length")
-        if rest is None or (rest == 0 and prefill["generation_config"].prefill_chunk_size):
-            return
-        # Joins the pieces, so not in decoding.
-        held, prompt = cache.token_ids, prefill["input_ids"]
-        if held is None or len(prompt) != len(held):
-            return
-        past = held.shape[1]
-        if prompt.shape[1] <= past or not prompt[:, :past].equal(held.to(prompt.device)):
-            raise ValueError(OTHER_TEXT.format(past))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt with all of its calls, as far as is known."""
+        prompt: Prompt | None = getattr(running, "prompt", None)
+        known = prompt.length if prompt is not None and prompt.enabled is self.enabled else 0
+        return max(self.begun + self.new, known)
 
     @functools.cached_property
     def config(self) -> PrefillConfig:
@@ -358,10 +264,7 @@ class ForwardContext:
         held = getattr(self.cache, "min_prefill", None) if self.begun else None
         if held is not None and (held == given.chunk_size or self.new == 1):
             return given.with_min_prefill(held)
-        length = max(self.begun + self.new, _announced.get())
-        if not self.begun and (generate := _prefill_of_generate()):
-            length = max(length, generate["input_ids"].shape[1])
-        return self.enabled.resolve(self.model, length)
+        return self.enabled.resolve(self.model, self.prompt_length)
 
     @property
     def new(self) -> int:
@@ -412,12 +315,6 @@ class ForwardContext:
         index = getattr(module, "layer_idx", None)
         return layers[index] if isinstance(index, int) and 0 <= index < len(layers) else None
 
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember a layer's state, which is about to change, in case the forward fails."""
-        self.was_sparse = True
-        if self._snapshot is not None:
-            self._snapshot.keep_state(layer)
-
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this key, once per forward."""
         if key not in self._shared:
@@ -425,19 +322,29 @@ class ForwardContext:
         return self._shared[key]
 
     def finish(self, failed: bool) -> None:
-        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
+        """Note the ids of a good forward with its cache, or that it has failed."""
         hidden = not failed and self.call is not None and any(self.call.hidden)
-        failed = failed or hidden
         if not failed and not is_traced():
             self._report_short_calls()
-        if failed and self._snapshot is not None:
-            self._snapshot.restore()
-        elif isinstance(self.cache, KeepsTokenIds):
-            self.cache.append_token_ids(self.input_ids)
-            if self.enabled.config.is_auto:
-                self.cache.min_prefill = self.config.sparse_from
+        if isinstance(self.cache, KeepsTokenIds):
+            if failed or hidden:
+                self.cache.failed = self._has_changed(self.cache)
+            else:
+                self.cache.append_token_ids(self.input_ids)
+                if self.enabled.config.is_auto:
+                    self.cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
+
+    def _has_changed(self, cache: KeepsTokenIds) -> bool:
+        """Return whether some layer of the cache has got tokens in this forward."""
+        layers: list[Any] = list(cache.layers)
+        # Layers of a recurrence do not count tokens.
+        return any(
+            not isinstance(x, CacheLayerMixin) or x.get_seq_length() != self.begun
+            for x in layers
+            if getattr(x, "is_initialized", True)
+        )
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""
@@ -462,40 +369,32 @@ def is_traced() -> bool:
 
 def current_context(hf_config: Any) -> ForwardContext | None:
     """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
-    context: ForwardContext | None = getattr(_current, "context", None)
+    context: ForwardContext | None = getattr(running, "context", None)
     return context if context is not None and context.enabled.owns(hf_config) else None
 
 
-def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
+def open_context(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     """Return the context that a forward of a model belongs to; open one if there is none."""
-    context = _open_context(model)
+    context: ForwardContext | None = getattr(running, "context", None)
     # A hook inside of a model may call the model: that is a forward of its own.
     again = context is not None and any(module is model for module in context.modules)
     if context is None or again or context.enabled is not enabled:
-        outer, context = context, ForwardContext(enabled, model)
-        context.outer = outer
-        # The frame in which torch runs the hooks and the forward of a module.
-        calls = (frame for frame in _frames() if frame.f_code.co_name == "_call_impl")
-        context.frame = next(calls, None)
-        _running.append(context)
-        _current.context = context
-        names = (str(config._attn_implementation) for config, _ in enabled.previous)
-        if not any(name.startswith(NAME) for name in names):
-            enabled.report(CHANGED)
+        context = running.context = ForwardContext(enabled, model)
+        _contexts.append(context)
+    context.modules.append(model)
     return context
 
 
-def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
-    """Leave the context that a forward of a model belongs to; return it if that ended it."""
-    context: ForwardContext | None = getattr(_current, "context", None)
-    # A pre-hook that raised before ours ran leaves us nothing to close.
-    if context is None or context.enabled is not enabled or context.modules[-1] is not model:
-        return None
+def close_context(context: ForwardContext, failed: bool) -> bool:
+    """Leave the innermost model of a context; return whether that ended the forward."""
     context.modules.pop()
     if context.modules:
-        return None
-    _close(context, failed)
-    return context
+        return False
+    running.context = context.outer
+    _contexts.remove(context)
+    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
+    context.finish(failed)
+    return True
 
 
 def check_idle(enabled: EnabledState, name: str) -> None:
@@ -504,57 +403,30 @@ def check_idle(enabled: EnabledState, name: str) -> None:
     Transformers reads the name of the attention implementation in every layer, so a model is
     switched over between forwards.
     """
-    _open_context()
     mine = threading.current_thread()
-    for context in [x for x in _running if x.enabled is enabled and x.thread.is_alive()]:
+    for context in [x for x in _contexts if x.enabled is enabled]:
         where = "this thread" if context.thread is mine else "another thread"
         raise RuntimeError(
             f"{name} must not be enabled or disabled during its forward, which runs in {where}"
         )
 
 
-def _open_context(begins: nn.Module | None = None) -> ForwardContext | None:
-    """Return the context of this thread, after closing those that an interrupt left open.
+@dataclass
+class Prompt:
+    """What is known of a prompt before the forwards of its calls."""
 
-    Torch calls no closing hooks after a KeyboardInterrupt. `begins` is the module whose forward
-    begins, if one does: where no frame of the forward was found, that tells of an earlier one.
-    """
-    context: ForwardContext | None = getattr(_current, "context", None)
-    while context is not None and all(frame is not context.frame for frame in _frames()):
-        if context.frame is None and all(module is not begins for module in context.modules):
-            break
-        _close(context, failed=True)
-        context = context.outer
-    return context
-
-
-def _close(context: ForwardContext, failed: bool) -> None:
-    _current.context = context.outer
-    _running.remove(context)
-    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
-    context.finish(failed)
+    enabled: EnabledState
+    length: int  # tokens after all of its calls
 
 
 @contextlib.contextmanager
-def announce(length: int) -> Iterator[None]:
-    """Say how long a prompt is after its calls in this block."""
-    token = _announced.set(max(_announced.get(), length))
+def announce(enabled: EnabledState, length: int) -> Iterator[None]:
+    """Say how long a prompt of an enabled model is after its calls in this block."""
+    outer: Prompt | None = getattr(running, "prompt", None)
+    if outer is not None and outer.enabled is enabled:
+        length = max(length, outer.length)
+    running.prompt = Prompt(enabled, length)
     try:
         yield
     finally:
-        _announced.reset(token)
-
-
-def _prefill_of_generate() -> dict[str, Any]:
-    """Return the variables of the prefill of `generate`, if one is under way."""
-    for frame in _frames():
-        if frame.f_code.co_name == "_prefill" and "generation_config" in frame.f_locals:
-            return frame.f_locals
-    return {}
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+        running.prompt = outer

@@ -14,7 +14,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
+from h2o_prefill.functional import LayerOptions, attend_in_buffers
 from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
@@ -23,7 +23,6 @@ RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 # What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
 # graph. `layer`: the cache layer that was updated last, to which the next attention belongs.
-# `compiled`: whether the hooks of the model that was called run under torch.compile.
 # Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
 graph = threading.local()
 
@@ -78,7 +77,6 @@ class ChunkedPrefillLayer(DynamicLayer):
     def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__()
         self.checkpoints: dict[int, Checkpoint] | None = {} if checkpoints else None
-        self.traced: list[Tensor] = []  # the state that a compiled forward returned
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were set to: code
@@ -105,14 +103,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         # alias that AOTAutograd cannot rebuild for dynamic shapes.
         return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
 
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             # Autograd does not follow what is written in place.
             return super().update(key_states, value_states, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            graph.layer = self
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
@@ -145,15 +142,9 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
 
-    def attend_in_graph(self, query: Tensor, total: int, options: LayerOptions) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
-        keys, values = self.rows()
-        held = keys[:, :, :total], values[:, :, :total]
-        out, *self.traced = attend_functionally(query, *held, self._state, options)
-        return out
-
     def exact_before(self, length: int) -> int:
         """Return the last length up to this one to which `crop` is exact."""
+        length = min(length, self.get_seq_length())
         if self._state is None or length >= self._state.length:
             return length
         return max((p for p in self.checkpoints or () if p <= length), default=0)
@@ -162,12 +153,6 @@ class ChunkedPrefillLayer(DynamicLayer):
     def errors(self) -> Tensor | None:
         """What `error_rows` measured so far, float32 [B, Hkv, 4]."""
         return None if self._state is None else self._state.errors
-
-    def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
-        """Adopt the state that the compiled forward returned; `total` tokens are cached now."""
-        (scores, memory, errors), self.traced = self.traced, []
-        begin = config.last_chunk_begin(total - new, new)
-        self.state = PrefillState(scores, memory, total, begin, errors)
 
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""
@@ -361,9 +346,6 @@ def _writable(tensor: Tensor) -> Tensor:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Return whether a tensor may change in place: one of inference mode only inside of that."""
-    # Dynamo cannot ask; the forward has left inference mode before its graph runs.
-    if torch.compiler.is_dynamo_compiling():
-        return True
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 

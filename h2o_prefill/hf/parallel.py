@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill._library import build_info
-from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, take_over
+from h2o_prefill.hf.cache import ChunkedPrefillCache, adopt, cache_argument
 from h2o_prefill.session_file import checksum
 
 OTHER_CACHE = (
@@ -38,16 +38,15 @@ class StageCache(ChunkedPrefillCache):
 
     @classmethod
     def of(cls, cache: Any, own: range) -> StageCache:
-        """Return the cache of a stage in the place of an empty one; ValueError if none can be."""
-        ours = getattr(cache, "_h2o_prefill_cache", cache)
-        if isinstance(ours, cls) and ours.own == own:
-            return ours
+        """Turn an empty cache into that of a stage, in place; ValueError for another one."""
+        if isinstance(cache, cls) and cache.own == own:
+            return cache
         used = any(layer.is_initialized for layer in getattr(cache, "layers", ()))
         if used or type(cache) not in (DynamicCache, ChunkedPrefillCache):
             raise ValueError(f"{OTHER_CACHE} {type(cache).__name__}{' with tokens' * used}")
-        made: StageCache = take_over(cache, cls)
-        made.own = own
-        return made
+        adopt(cache, cls)
+        cache.own = own
+        return cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return super().get_seq_length(self._here(layer_idx))

@@ -18,9 +18,8 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
-from h2o_prefill.hf.forward import CacheSnapshot, announce
+from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import moving_rope
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.parallel import (
     Stage,
     StageCache,
@@ -94,8 +93,8 @@ def chunked_prefill(
         If an argument is wrong, or for the reasons of `enable`; in every process, if an argument is
         not the same in all of them.
     DistributedPrefillError
-        If another process is gone, or silent for longer than the timeout of its group. The cache is
-        as it was before the call.
+        If another process is gone, or silent for longer than the timeout of its group. The cache
+        must be reset then.
     """
     handle = next(iter(handles_of(model)), None)
     if handle is None:
@@ -127,7 +126,7 @@ def chunked_prefill(
     sparse: Any = contextlib.nullcontext(handle)
     if handle is None:
         sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
-    with sparse as used, torch.no_grad(), announce(past + tokens.shape[1]):
+    with sparse as used, torch.no_grad(), announce(used.state, past + tokens.shape[1]):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None)
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
@@ -161,13 +160,12 @@ def _run_stages(
     handle: PrefillHandle,
     on_progress: Callable[[int, int], None] | None,
 ) -> CausalLMOutputWithPast:
-    """Prefill with the other stages of a model; a failure leaves the cache as it was."""
+    """Prefill with the other stages of a model."""
     # Not every build of PyTorch has what this needs.
     from h2o_prefill.distributed import PipelinePrefill
 
     model, cache = stage.model, stage.cache
     pipeline = PipelinePrefill(stage, stage.group, cache.own, chunks_per_call)
-    snapshot, ids = CacheSnapshot(cache), cache._token_ids
     pipeline.ranks.check_same(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
@@ -180,9 +178,6 @@ def _run_stages(
             "token ids": digest(tokens),
         }
     )
-    for layer in cache.layers:
-        if isinstance(layer, ChunkedPrefillLayer):
-            snapshot.keep_state(layer)
     width = model.config.get_text_config(decoder=True).hidden_size
     hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
     silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
@@ -200,8 +195,7 @@ def _run_stages(
         with bar:
             logits = pipeline.run(tokens, hidden, sizes, advance)
     except BaseException:
-        snapshot.restore()
-        cache._token_ids = ids
+        cache.failed = True
         raise
     return CausalLMOutputWithPast(logits=logits, **cache_argument(model, cache))
 

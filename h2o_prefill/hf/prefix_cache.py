@@ -132,7 +132,7 @@ class PrefixCache:
                 chunks.append(_Chunk(parts, _bytes_of([*parts, *whole]) + len(ids[0])))
 
         if past < end:
-            with announce(length):
+            with announce(enabled, length):
                 new = input_ids[:, past:end]
                 chunked_prefill(model, new, chunks_per_call=1, cache=cache, on_progress=keep)
             self._put(now, ids, chunks)

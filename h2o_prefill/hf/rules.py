@@ -192,11 +192,10 @@ RULES = (
     Rule(lambda call: _is_masked(call) and call.new == 1, "", GRAPH),
     Rule(_is_masked, MASKED, GRAPH),
     Rule(
-        lambda call: call.cache_layer is None and call.graph is not None and call.graph.cached,
+        lambda call: call.cache_layer is None,
         NO_STATE,
         GRAPH,
     ),
-    Rule(lambda call: call.cache_layer is None and call.new != call.key.shape[2], MASKED, GRAPH),
     _anywhere(_changes_values, OTHER_VALUES),
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"

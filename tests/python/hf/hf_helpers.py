@@ -114,11 +114,10 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) 
 
 
 def is_off(model: Any, implementation: str | None = None) -> bool:
-    """Return whether a model carries nothing of ours and has its old attention."""
-    ours = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
-    ours += [m for m in model.modules() if "forward" in vars(m)]
+    """Return whether a model carries none of our wrappers and its old attention."""
+    wrapped = [m for m in model.modules() if {"forward", "generate"} & set(vars(m))]
     names = ("sdpa", "eager") if implementation is None else (implementation,)
-    return not ours and model.config._attn_implementation in names
+    return not wrapped and model.config._attn_implementation in names
 
 
 @contextlib.contextmanager

@@ -1,0 +1,276 @@
+"""The wrapped `forward` and `generate` of an enabled model.
+
+Instance attributes, `functools.partial` of functions of this module, so that models with them are
+copied and pickled, and inspect sees the signatures of what they wrap.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.decorators import skip
+
+from h2o_prefill import ops
+from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.hf.cache import (
+    CACHE_NAMES,
+    KeepsTokenIds,
+    StaticPrefillCache,
+    adopt,
+    note_use,
+)
+from h2o_prefill.hf.forward import (
+    ForwardContext,
+    GraphCall,
+    announce,
+    close_context,
+    open_context,
+)
+from h2o_prefill.hf.kinds import is_unpadded
+from h2o_prefill.hf.layer import graph
+from h2o_prefill.hf.parallel import StageCache, layers_here, new_cache
+from h2o_prefill.hf.rules import MASKED
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+OTHER_TEXT = (
+    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
+    "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
+)
+
+# The attribute of a module that has its `Entry`.
+_ENTRY = "_h2o_prefill_entry"
+
+
+class Entry:
+    """The way into one module of an enabled model: what its wrapped methods know."""
+
+    def __init__(self, module: nn.Module, handle: Any) -> None:
+        self.module = module
+        self.handle = handle
+        self.names = tuple(inspect.signature(module.forward).parameters)
+        self.makes_caches = "cache" in self.names or "past_key_values" in self.names
+        # What the instance had of these names before: another library's wrappers.
+        self.methods: dict[str, Any] = {}
+        self.on = True  # False: code that has wrapped our wrappers goes on to call them
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward by name, the cache always as `cache`."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
+        return {**given, "cache": next(caches, None)}
+
+    def with_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any) -> Arguments:
+        """Return the arguments of a forward with a cache where none was given."""
+        name = next(name for name in CACHE_NAMES if name in self.names)
+        index = self.names.index(name)
+        if index < len(args):
+            return (*args[:index], cache, *args[index + 1 :]), kwargs
+        others = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
+        return args, {**others, name: cache}
+
+    def makes_cache(self, arguments: dict[str, Any]) -> bool:
+        """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
+        if arguments["cache"] is not None or not self.makes_caches:
+            return False
+        # Those that generate a text without one have caches of other classes.
+        supports = getattr(self.module, "_supports_default_dynamic_cache", None)
+        if supports is None or not supports():
+            return False
+        config: Any = self.module.config
+        wanted = arguments.get("use_cache")
+        if wanted is None:
+            wanted = getattr(config.get_text_config(decoder=True), "use_cache", False)
+        return bool(wanted) and not config.is_encoder_decoder and not torch.is_grad_enabled()
+
+
+def wrap(module: nn.Module, handle: Any) -> None:
+    """Wrap `forward`, and `generate` of a model that has one."""
+    entry = Entry(module, handle)
+    setattr(module, _ENTRY, entry)
+    for name, function in (("forward", run_forward), ("generate", run_generate)):
+        if method := getattr(module, name, None):
+            entry.methods[name] = vars(module).get(name)
+            wrapper = functools.partial(function, entry, method)
+            setattr(module, name, functools.update_wrapper(wrapper, method, ("__doc__",), ()))
+
+
+def unwrap(module: nn.Module) -> None:
+    """Give a module its methods back, if it was wrapped."""
+    entry = entry_of(module)
+    if entry is None:
+        return
+    entry.on = False
+    delattr(module, _ENTRY)
+    for name, method in entry.methods.items():
+        ours = vars(module).get(name)
+        # Else another library has wrapped our wrapper.
+        if isinstance(ours, functools.partial) and ours.args[:1] == (entry,):
+            if method is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, method)
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    return vars(module).get(_ENTRY)
+
+
+# Dynamo must not trace what opens and closes a context. At the top it runs this function as it is
+# and makes a graph of `forward`; inside of a graph it calls `forward` alone: models that are nested
+# are part of the context.
+@skip
+def run_forward(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a model in the context of its call."""
+    if not entry.on:
+        return forward(*args, **kwargs)
+    context = _enter(entry)
+    try:
+        args, kwargs = _prepare(entry, context, args, kwargs)
+        output = forward(*args, **kwargs)
+    except BaseException:
+        _leave(entry, context, failed=True)
+        raise
+    _leave(entry, context, failed=False)
+    return output
+
+
+def _in_graph(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+torch.compiler.substitute_in_graph(run_forward)(_in_graph)
+
+
+def run_generate(entry: Entry, generate: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the `generate` of a model that is told how long its prompt is."""
+    named = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
+    ids = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+    embeds, mask = named.get("inputs_embeds"), named.get("attention_mask")
+    # With a longer mask, the ids are what follows the cache.
+    parts = [x.shape[1] for x in (ids, embeds, mask) if isinstance(x, Tensor) and x.ndim > 1]
+    if not entry.on or not parts:
+        return generate(*args, **kwargs)
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == max(parts):
+        cache = next((named[x] for x in CACHE_NAMES if named.get(x) is not None), None)
+        _check_begins_with(cache, ids)
+    with announce(entry.handle.state, max(parts)):
+        return generate(*args, **kwargs)
+
+
+def _check_begins_with(cache: Any, ids: Tensor) -> None:
+    """Raise ValueError if a prompt is not the text of its cache and more."""
+    cached = cache.token_ids if isinstance(cache, KeepsTokenIds) else None
+    if cached is None or len(ids) != len(cached):
+        return
+    past = cached.shape[1]
+    if ids.shape[1] <= past or not ids[:, :past].equal(cached.to(ids.device)):
+        raise ValueError(OTHER_TEXT.format(past))
+
+
+@torch.compiler.disable
+def _enter(entry: Entry) -> ForwardContext:
+    return open_context(entry.handle.state, entry.module)
+
+
+@torch.compiler.disable
+def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
+    if not close_context(context, failed) or failed:
+        return
+    if context.call is not None:
+        _end_in_static_cache(context, context.call)
+    used = context.cache, context.begun, context.was_sparse
+    note_use(entry.handle.model, context.enabled, context.config, *used)
+
+
+@torch.compiler.disable
+def _prepare(
+    entry: Entry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """Tell a context the arguments of a forward; return those that the forward needs."""
+    model = entry.module
+    arguments = entry.read(args, kwargs)
+    cache = arguments["cache"]
+    if cache is not None and context.cache is None:
+        layers = layers_here(model) if len(context.modules) == 1 else None
+        if layers is None:
+            adopt(cache)
+        else:
+            StageCache.of(cache, layers)
+    if len(context.modules) > 1:
+        context.add_arguments(arguments)
+        return args, kwargs
+    if entry.makes_cache(arguments):
+        cache = new_cache(model)
+        args, kwargs = entry.with_cache(args, kwargs, cache)
+        # A call without a cache verifies no candidates.
+        arguments.update(cache=cache, logits_to_keep=None)
+    context.add_arguments(arguments)
+    context.check()
+    if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
+        _begin_in_static_cache(context, arguments.get("attention_mask"))
+    return args, kwargs
+
+
+def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
+    """Settle what the layers of a static cache, perhaps in a compiled graph, cannot determine."""
+    assert context.tokens is not None
+    new, config = context.new, context.config
+    if new == 1 and context.enabled.config.is_auto:
+        config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
+    position = context.cache.position_for(new)
+    past = int(position[0]) if new > 1 else 0
+    is_2d = isinstance(mask, Tensor) and mask.ndim == 2
+    unpadded = is_2d and new > 1 and is_unpadded(mask, past + new)
+    if isinstance(mask, Tensor) and not unpadded:
+        context.mask_reason = MASKED
+    candidates = context.candidates_in(past, new)
+    recall: Any = NO_RECALL
+    batch, device = context.tokens.shape[0], context.tokens.device
+    if new > 1 and config.is_sparse_call(past, new - candidates):
+        recall = context.recall_lists(batch, past, new, device)
+    elif new > 1 and config.recall:
+        # No keys, but lists: one graph for short calls and long ones.
+        blocks = batch * -(-(new - candidates) // config.recall_block)
+        sizes = blocks + 1, 0, 0
+        recall = tuple(torch.zeros(x, dtype=torch.int32, device=device) for x in sizes)
+    for tensor in recall:
+        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    hf_config: Any = context.modules[0].config
+    context.call = graph.call = GraphCall(
+        config=config,
+        settings=config.to_string(),
+        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
+        unpadded=unpadded,
+        plain=bool(context.plain),
+        windows=frozenset(context.windows),
+        candidates=candidates,
+        recall=recall,
+        position=position,
+    )
+    graph.layer = None
+    context.cache.begin(config)
+
+
+def _end_in_static_cache(context: ForwardContext, call: GraphCall) -> None:
+    """Count the calls of a graph, and say where the next call begins."""
+    assert context.tokens is not None
+    layers: list[Any] = context.cache.layers
+    rows = context.new - call.candidates
+    if any(getattr(layer, "attended", False) for layer in layers):
+        ops.advance_position_(call.position, rows, call.settings)
+    past = context.past - context.new
+    for number, reason in call.outcomes:
+        sparse = call.config.is_sparse(number, past, rows)
+        if reason is None and not sparse:
+            reason = ""
+        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
+        if reason is None:
+            context.enabled.note_errors(number, getattr(layers[number], "errors", None))
+        if reason and sparse:
+            context.enabled.report(f"dense attention: {reason}")
