@@ -1,8 +1,9 @@
 """A prompt that begins as a stored one gives what it gives without the store."""
 
+import copy
+
 import pytest
 import torch
-from compatibility.tiny_model import build_tiny
 from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
 from transformers import BatchEncoding
 
@@ -12,10 +13,6 @@ ROOM = 1 << 30
 CHUNK = 16
 EXACT_CHUNKS = "exact,chunk_size=16"
 CHUNKS = "recommended,chunk_size=16,local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
-
-
-def make(build, name):
-    return build_tiny(name).model if name.endswith("CausalLM") else build(name)
 
 
 def check_answers(model, prompts):
@@ -53,7 +50,7 @@ PROMPTS = [(70, 70), (64, 200), (150, 180), (150, 151), (150, 150), (112, 113), 
 @pytest.mark.parametrize("step", [1, -1])
 def test_what_is_stored_never_changes_an_answer(build, make_ids, name, changes, step):
     """Also where calls take several chunks or are dense, and layers keep no more than a window."""
-    model, (text, other) = make(build, name), make_ids(2, 300)
+    model, (text, other) = build(name), make_ids(2, 300)
     prompts = [
         torch.cat([text[:left], other[: length - left]])[None] for left, length in PROMPTS[::step]
     ]
@@ -187,10 +184,6 @@ def test_a_prompt_may_be_what_a_tokenizer_returns(llama, ids):
                 prefixes.prefill(llama, wrong)
 
 
-def kept(model):
-    return ChunkedPrefillCache(config=model.config, checkpoints=True)
-
-
 def in_chunks(model, cache, ids):
     """Prefill in calls of a chunk; the last one takes what is left of a second.
 
@@ -200,41 +193,39 @@ def in_chunks(model, cache, ids):
     in_calls(model, cache, ids, [*[CHUNK] * (chunks - 1), ids.shape[1] - CHUNK * (chunks - 1)])
 
 
-def same_state(one, other):
-    """Return whether two caches hold the same for later calls."""
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        if not (mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)):
-            return False
-        errors = [layer.errors for layer in (mine, theirs) if layer.errors is not None]
-        if errors and not torch.equal(*errors):
-            return False
-    return True
+def through_a_file(cache, path, model):
+    cache.save(path)
+    return ChunkedPrefillCache.load(path, model)
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "file"])
 @pytest.mark.parametrize(
-    "settings", [CHUNKS, CHUNKS + ",error_threshold=0.01", "h2o,chunk_size=16"]
+    "settings",
+    [CHUNKS, f"{CHUNKS},error_threshold=0.01,dense_layers=1", CHUNKS.replace("recommended", "h2o")],
 )
-def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, settings):
-    ids, other = make_ids(1, 100), make_ids(1, 40)
-    if settings.startswith("h2o"):
-        settings += ",local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
+def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, tmp_path, settings, way):
+    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
     with enable(llama, settings):
-        cache = kept(llama)
+        cache = new_cache(llama, checkpoints=True)
         in_chunks(llama, cache, ids)
         assert [cache.checkpoint_before(n) for n in (15, 16, 31, 50, 99, 100)] == [
             *(0, 16, 16, 48, 96, 100)
         ]
         llama(ids[:, :1], past_key_values=cache)  # a decoded token
-        assert cache.checkpoint_before(101) == 101 and cache.checkpoint_before(99) == 96
         for length in (64, 16):
-            cache.crop(length - cache.get_seq_length())
-            alone = kept(llama)
+            branch = through_a_file(cache, path, llama) if way == "file" else copy.deepcopy(cache)
+            assert branch.checkpoint_before(length + 9) == length
+            alone = new_cache(llama, checkpoints=True)
             in_chunks(llama, alone, ids[:, :length])
-            branch = cache.copy()
+            for one in (branch, cache):
+                one.crop(length - one.get_seq_length())
             for one in (branch, alone):
                 in_chunks(llama, one, other)
-            assert same_state(branch, alone)
+            for mine, theirs in zip(branch.layers, alone.layers, strict=True):
+                assert mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)
             assert branch.checkpoint_before(length + 40) == alone.checkpoint_before(length + 40)
+            logits = [llama(other, past_key_values=one).logits for one in (branch, alone)]
+            assert torch.equal(*logits)
 
 
 def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):
@@ -248,31 +239,10 @@ def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):
         assert dense.checkpoint_before(7) == 7
 
 
-@pytest.mark.parametrize("settings", [CHUNKS, CHUNKS + ",error_threshold=0.01,dense_layers=1"])
-def test_session_files_hold_checkpoints(llama, make_ids, tmp_path, settings):
-    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
-    with enable(llama, settings):
-        cache = kept(llama)
-        in_chunks(llama, cache, ids)
-        cache.save(path)
-        loaded = ChunkedPrefillCache.load(path, llama)
-        again = tmp_path / "b.session"
-        loaded.save(again)
-        assert again.read_bytes() == path.read_bytes()
-        for one in (cache, loaded):
-            assert one.checkpoint_before(90) == 80
-            one.crop(48 - 100)
-            in_chunks(llama, one, other)
-        assert same_state(cache, loaded)
-        assert loaded.checkpoint_before(87) == 80
-
-
 def test_checkpoints_of_two_chunk_sizes_are_not_saved(llama, make_ids, tmp_path):
-    ids, path = make_ids(1, 96), tmp_path / "a.session"
-    cache = kept(llama)
+    ids, cache = make_ids(1, 96), new_cache(llama, checkpoints=True)
     for length, settings in ((64, CHUNKS), (32, CHUNKS.replace("chunk_size=16", "chunk_size=32"))):
         with enable(llama, settings):
             llama(ids[:, :length], past_key_values=cache)
     assert cache.checkpoint_before(90) == 64
-    cache.save(path)
-    assert ChunkedPrefillCache.load(path, llama).checkpoint_before(90) == 0
+    assert through_a_file(cache, tmp_path / "a.session", llama).checkpoint_before(90) == 0
