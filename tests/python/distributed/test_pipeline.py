@@ -146,7 +146,6 @@ def interrupted(rank, folder, victim, name):
     """Prefill twice; the victim gets a signal in the third call of the second prompt."""
     model = load(folder, pp_size=3)
     cache = chunked_prefill(model, random_ids(1, 64), **RECOMMENDED).cache
-    before = [(x.get_seq_length(), x.state and x.state.clone()) for x in cache.layers]
     if rank == victim:
         calls = []
 
@@ -159,13 +158,8 @@ def interrupted(rank, folder, victim, name):
     ids, begin = random_ids(1, 320, 4), time.monotonic()
     error = error_of(lambda: chunked_prefill(model, ids, cache=cache, **RECOMMENDED))
     seconds = time.monotonic() - begin
-    for (length, state), layer in zip(before, cache.layers, strict=True):
-        assert layer.get_seq_length() == length
-        assert (layer.state is None) == (state is None)
-        if state is not None:
-            assert torch.equal(state.scores, layer.state.scores)
-            assert torch.equal(state.memory, layer.state.memory)
-    assert cache.token_ids.shape[1] == 64
+    again = error_of(lambda: chunked_prefill(model, ids, cache=cache, **RECOMMENDED))
+    assert again[0] == "RuntimeError" and "half updated" in again[1]
     return error, seconds
 
 
