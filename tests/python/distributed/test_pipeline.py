@@ -157,10 +157,7 @@ def interrupted(rank, folder, victim, name):
         model.model.layers[cache.own[0]].register_forward_hook(strike_the_third)
     ids, begin = random_ids(1, 320, 4), time.monotonic()
     error = error_of(lambda: chunked_prefill(model, ids, cache=cache, **RECOMMENDED))
-    seconds = time.monotonic() - begin
-    again = error_of(lambda: chunked_prefill(model, ids, cache=cache, **RECOMMENDED))
-    assert again[0] == "RuntimeError" and "half updated" in again[1]
-    return error, seconds
+    return error, time.monotonic() - begin
 
 
 @pytest.mark.slow
