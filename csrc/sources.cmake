@@ -4,6 +4,7 @@
 set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
+    bindings/register_layer_state.cpp
     bindings/register_runtime.cpp
     common/atomic_file.cpp
     common/checkpoint.cpp
@@ -19,6 +20,7 @@ set(H2O_HOST_SOURCES
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
+    core/layer_state.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp

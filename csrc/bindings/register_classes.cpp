@@ -40,10 +40,10 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
   return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
 }
 
-// The fields of LayerState.
+// The fields of PrefillState.
 using StateFields = std::tuple<at::Tensor, at::Tensor, int64_t, at::Tensor>;
 
-LayerState layer_state(const StateFields& state) {
+PrefillState layer_state(const StateFields& state) {
   const auto& [scores, memory, last_chunk_begin, errors] = state;
   return {scores, memory, last_chunk_begin, errors};
 }
@@ -337,8 +337,13 @@ void register_context(torch::Library& m) {
   add_state(cls);
 }
 
+}  // namespace
+
+void register_layer_state(torch::Library& m);
+
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_config(m);
+  register_layer_state(m);
   register_chunk_manager(m);
   register_cache(m);
   register_tracker(m);
@@ -346,5 +351,4 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_context(m);
 }
 
-}  // namespace
 }  // namespace h2o_prefill

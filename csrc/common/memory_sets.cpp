@@ -69,7 +69,7 @@ at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t
   return at::cat(selected, 1).view({sets.size(0), sets.size(1), width});
 }
 
-at::Tensor next_memory(const LayerState& state, const PrefillConfig& settings) {
+at::Tensor next_memory(const PrefillState& state, const PrefillConfig& settings) {
   const auto budget = budget_of(settings);
   const auto factors = factors_of_heads(settings, state.errors, state.memory.sizes());
   const int32_t widest = factors.empty() ? 1 : std::ranges::max(factors);

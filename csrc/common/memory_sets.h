@@ -38,6 +38,6 @@ at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t
 
 // Returns the set that the next chunk after a state attends to, int32 [B, Hkv, K + L + H], with the
 // budget of the head whose budget is largest.
-at::Tensor next_memory(const LayerState& state, const PrefillConfig& settings);
+at::Tensor next_memory(const PrefillState& state, const PrefillConfig& settings);
 
 }  // namespace h2o_prefill

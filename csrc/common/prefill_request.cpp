@@ -188,7 +188,8 @@ bool has_few_plain_rows(const at::Tensor& x) {
   return x.is_cpu() && x.stride(3) == 1 && x.numel() <= at::internal::GRAIN_SIZE;
 }
 
-// Rows from `begin` on become x, unless x is these rows already.
+}  // namespace
+
 void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
   const auto item = static_cast<int64_t>(x.itemsize());
   char* const rows =
@@ -212,8 +213,6 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
     }
   }
 }
-
-}  // namespace
 
 void PrefillRequest::fill_checkpoint(int64_t number) const {
   const auto sets = checkpoints.memory.select(0, number);

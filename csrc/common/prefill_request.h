@@ -121,6 +121,9 @@ inline bool fits_window(std::optional<int64_t> window, int64_t total) {
   return !window || *window >= total;
 }
 
+// Rows of a buffer [B, H, capacity, D] from `begin` on become x, unless x is these rows already.
+void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x);
+
 // Checks the arguments, writes the call's keys and values into the buffers, and sets the scores of
 // a dense call's tokens to 0. A call whose window hides some keys is dense.
 PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,

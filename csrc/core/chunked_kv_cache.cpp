@@ -129,7 +129,7 @@ std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::append(int64_t layer, const a
   return {keys.narrow(2, 0, past + added), values.narrow(2, 0, past + added)};
 }
 
-at::Tensor ChunkedKVCache::rows_of(int64_t layer, at::Tensor Layer::* buffer) const {
+at::Tensor ChunkedKVCache::rows_of(int64_t layer, at::Tensor Layer::*buffer) const {
   const Layer& held = layer_at(layer);
   TORCH_CHECK_VALUE(held.length > 0, "layer must hold tokens, layer ", layer, " has none");
   return (held.*buffer).narrow(2, 0, held.length);

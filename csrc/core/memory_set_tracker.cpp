@@ -143,7 +143,7 @@ at::Tensor MemorySetTracker::scores(int64_t layer) const {
 
 at::Tensor MemorySetTracker::errors(int64_t layer) const { return scored_layer_at(layer).errors; }
 
-LayerState MemorySetTracker::state(int64_t layer) const {
+PrefillState MemorySetTracker::state(int64_t layer) const {
   const Layer& state = layer_at(layer);
   if (!state.has_scores) return {};
   const StateGuard guard;
@@ -160,12 +160,12 @@ void MemorySetTracker::clear(int64_t layer) {
            .memory_size = state.memory_size};
 }
 
-void MemorySetTracker::update(int64_t layer, const LayerState& given) {
+void MemorySetTracker::update(int64_t layer, const PrefillState& given) {
   rewind(layer, given);
   layers_[layer].checkpoints.clear();
 }
 
-void MemorySetTracker::rewind(int64_t layer, const LayerState& given) {
+void MemorySetTracker::rewind(int64_t layer, const PrefillState& given) {
   const auto& [scores, memory, last_chunk_begin, errors] = given;
   layer_at(layer);
   if (!scores.defined() && !memory.defined()) {
@@ -313,7 +313,7 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
     header.insert(header.end(), {layer.local_window, layer.heavy_budget, layer.memory_size,
                                  layer.has_scores, layer.last_chunk_begin});
     if (!layer.has_scores) continue;
-    const LayerState copy = state(i);
+    const PrefillState copy = state(i);
     tensors.insert(tensors.end(), {copy.scores, copy.memory, copy.errors});
   }
   tensors[0] = at::tensor(header, at::kLong);

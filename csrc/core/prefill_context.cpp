@@ -89,7 +89,7 @@ void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> total
                .num_tokens = num_tokens,
                .prompt_tokens = prompt_tokens,
                .ids_known = ids_known_,
-               .layers = std::vector<std::optional<LayerState>>(num_layers()),
+               .layers = std::vector<std::optional<PrefillState>>(num_layers()),
                .batch = batch};
 }
 

@@ -24,8 +24,7 @@ struct StateGuard {
 // Reads the pickled form, and throws if it is anything else.
 class StateReader {
  public:
-  // The header is int64 [fields + layers * layer_fields] with at least one layer, or [fields] if
-  // layers have no fields.
+  // The header is int64 [fields + layers * layer_fields], or [fields] if layers have no fields.
   StateReader(const std::vector<at::Tensor>& tensors, int64_t fields, int64_t layer_fields)
       : tensors_(tensors), fields_(fields), layer_fields_(layer_fields) {
     TORCH_CHECK_VALUE(!tensors.empty(), "tensors must begin with an int64 header, got none");
@@ -34,7 +33,7 @@ class StateReader {
       if (!header.defined() || header.dim() != 1 || header.scalar_type() != at::kLong) return false;
       const int64_t of_layers = header.size(0) - fields;
       return layer_fields == 0 ? of_layers == 0
-                               : of_layers >= layer_fields && of_layers % layer_fields == 0 &&
+                               : of_layers >= 0 && of_layers % layer_fields == 0 &&
                                      of_layers / layer_fields <= kMostLayers;
     };
     TORCH_CHECK_VALUE(has_form(), "tensors must begin with an int64 header of ", fields,
@@ -49,7 +48,7 @@ class StateReader {
   int64_t num_layers() const { return (numbers_.size(0) - fields_) / layer_fields_; }
 
   // The next `count` tensors, `what` of a layer.
-  const at::Tensor* take(size_t count, const char* what, int64_t layer) {
+  const at::Tensor* take(size_t count, const char* what, int64_t layer = 0) {
     next_ += count;
     TORCH_CHECK_VALUE(next_ <= tensors_.size(), "tensors must hold ", what, " of layer ", layer,
                       ", got ", tensors_.size(), " tensors");

@@ -3,8 +3,8 @@
 
 namespace h2o_prefill {
 
-std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+std::tuple<at::Tensor, PrefillState> chunked_sparse_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PrefillState& state,
     const PrefillConfig& settings, const RecallLists& recall, std::optional<double> scale,
     const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(chunked_sparse_attention_entry<nullptr, nullptr>)>(

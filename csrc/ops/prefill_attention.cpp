@@ -3,8 +3,8 @@
 
 namespace h2o_prefill {
 
-std::tuple<at::Tensor, LayerState> prefill_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+std::tuple<at::Tensor, PrefillState> prefill_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PrefillState& state,
     int64_t layer, std::string_view settings, const RecallLists& recall,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(prefill_attention_entry<nullptr, nullptr>)>(

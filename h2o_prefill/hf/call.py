@@ -15,11 +15,11 @@ from h2o_prefill.hf.forward import (
     DEFAULT_STATE,
     EnabledState,
     ForwardContext,
-    GraphCall,
+    StaticCall,
     call_in_graph,
     current_context,
 )
-from h2o_prefill.hf.kinds import Padding, Window, is_causal, window_of, windows_ahead
+from h2o_prefill.hf.kinds import LayerForm, LeftOutMask, form_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
@@ -27,8 +27,16 @@ Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
 
+# The attribute of the masks of compiled graphs that could be left out: (window,).
+LEFT_OUT = "_h2o_prefill_left_out"
 
-@dataclass(frozen=True)
+GRAPH_BREAK = (
+    "an enabled model is one graph with a StaticCache alone; compile the model, or its forward "
+    "before it is enabled"
+)
+
+
+@dataclass(eq=False)
 class Call:
     """One call of the attention function."""
 
@@ -40,18 +48,14 @@ class Call:
     dropout: float
     scaling: float | None  # the softmax scale; None: D ** -0.5
     kwargs: dict[str, Any]
-    config: PrefillConfig
+    form: LayerForm
     # The forward that this call belongs to; None if the model was never enabled, and in a graph.
-    context: ForwardContext | None
-    # In a compiled graph, what it was told, and the layer of the cache that was updated last.
-    graph: GraphCall | None
-    updated: Layer
+    context: ForwardContext | None = None
+    graph: StaticCall | None = None  # in a compiled graph, what was settled before
     # The layer of one of our caches, if the caller passed one and it holds the keys.
-    cache_layer: Layer
-    total: int  # tokens up to the last of this call; a static cache has unused slots after them
-    window: Window | None = None  # what the layer's window hides, if its mask was left out
-    # Where the rows lie, if the mask of a padded batch was left out.
-    padding: Padding | None = None
+    cache_layer: Layer = None
+    left_out: LeftOutMask | None = None  # what the mask says, if our mask function knows
+    updated: Layer = None  # in a compiled graph, the layer of the cache that was updated last
 
     @classmethod
     def of(
@@ -66,27 +70,33 @@ class Call:
         **kwargs: Any,
     ) -> Call:
         """Return a call from the arguments that transformers passes to attention functions."""
-        given = (module, query, key, value, attention_mask, dropout, scaling, kwargs)
-        length = key.shape[2]
-        told = call_in_graph()
-        if told is not None:
-            updated, graph.layer = graph.layer, None
-            held = updated if updated is not None and updated.keys is key else None
-            return cls(*given, told.config, None, told, updated, held, length)
+        given = module, query, key, value, attention_mask, dropout, scaling, kwargs
+        settled = call_in_graph()
+        if settled is not None:
+            form = form_of(module)
+            layer, graph.layer = graph.layer, None
+            call = cls(*given, form, None, settled, layer if _holds(layer, key) else None)
+            call.updated = layer
+            call.left_out = _left_out_in_graph(call)
+            return call
         context = current_context(getattr(module, "config", None))
-        window = padding = None
-        if attention_mask is None:
-            window = _window_of_call(module, context, query.shape[2], length)
-            padding = _padding_of_call(module, context, query, key)
-            if context is not None and is_causal(module, kwargs):
-                length = context.filled.get(length, length)
-        layer = None if context is None else _cache_layer(module, context, key)
-        config = (DEFAULT_STATE if context is None else context).config
-        return cls(*given, config, context, None, None, layer, length, window, padding)
+        if context is None:
+            return cls(*given, form_of(module))
+        call = cls(*given, context.enabled.form_of(module), context)
+        call.cache_layer = _cache_layer(module, context, key)
+        if attention_mask is None and call.is_causal:
+            call.left_out = context.left_out(call.form.window, query, key.shape[2])
+        return call
 
     @property
     def hf_config(self) -> Any:
         return getattr(self.module, "config", None)
+
+    @property
+    def config(self) -> PrefillConfig:
+        """The settings of the prompt."""
+        settled = self.graph or self.context or DEFAULT_STATE
+        return settled.config
 
     @property
     def number(self) -> int:
@@ -95,7 +105,14 @@ class Call:
 
     @property
     def is_causal(self) -> bool:
-        return is_causal(self.module, self.kwargs)
+        given = self.kwargs.get("is_causal")
+        return not self.form.is_cross and bool(self.form.is_causal if given is None else given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query is known to see all tokens up to its own."""
+        left_out = self.left_out
+        return left_out is not None and left_out.is_plain and left_out.queries == self.new
 
     @property
     def enabled(self) -> EnabledState:
@@ -108,12 +125,17 @@ class Call:
         return self.query.shape[2]
 
     @property
+    def total(self) -> int:
+        """Keys up to the last token of this call; unused slots of a static cache follow."""
+        return self.key.shape[2] if self.left_out is None else self.left_out.tokens
+
+    @property
     def past(self) -> int:
         """Tokens before this call."""
         return self.total - self.new
 
     @property
-    def held(self) -> tuple[Tensor, Tensor]:
+    def used(self) -> tuple[Tensor, Tensor]:
         """Key and value without unused slots."""
         if self.total == self.key.shape[2]:
             return self.key, self.value
@@ -163,36 +185,33 @@ def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., A
     return lambda *args, **kwargs: attend(Call.of(*args, **kwargs))
 
 
+def _holds(layer: Any, key: Tensor) -> bool:
+    return getattr(layer, "keys", None) is key
+
+
+def _left_out_in_graph(call: Call) -> LeftOutMask | None:
+    """Return what the mask of a call in a compiled graph says, if it could be left out."""
+    assert call.graph is not None
+    window, keys = call.form.window, call.key.shape[2]
+    if call.mask is None:
+        known = window in call.graph.left_out
+    else:
+        known = getattr(call.mask, LEFT_OUT, None) == (window,)
+    # Graphs have no operator for chunks.
+    if not known or call.form.is_chunked:
+        return None
+    return LeftOutMask(window, call.new, keys, 0, keys, None, lambda: None)
+
+
 def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Layer:
     """Return the layer of the caller's cache that holds the keys of a call, if it is ours."""
     layer = context.layer_of(module)
-    if getattr(layer, "keys", None) is not key:
+    if not _holds(layer, key):
         # Recurrent models have several cache layers for one module.
         layers = getattr(context.cache, "layers", None) or ()
-        layer = next((one for one in layers if getattr(one, "keys", None) is key), layer)
+        layer = next((one for one in layers if _holds(one, key)), layer)
     if isinstance(layer, StaticPrefillLayer):
         return layer if layer.keys is key else None
     # Multi-head latent attention caches latents, one for each key.
     ours = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
     return layer if ours else None
-
-
-def _window_of_call(
-    module: nn.Module, context: ForwardContext | None, queries: int, keys: int
-) -> Window | None:
-    """Return what the layer's window hides, of a call whose mask was left out."""
-    windows = windows_ahead.get() if context is None else context.windows
-    window = windows.get(window_of(module) or 0) if windows else None
-    fits = window is not None and window.keys == keys and window.queries >= queries
-    return window if fits else None
-
-
-def _padding_of_call(
-    module: nn.Module, context: ForwardContext | None, query: Tensor, key: Tensor
-) -> Padding | None:
-    """Return the padding of the rows of a call whose mask was left out."""
-    padding = None if context is None else context.paddings.get(query.shape[2])
-    if padding is None or key.shape[2] != query.shape[2] or len(query) != len(padding.spans):
-        return None
-    # Attention to something else in the same forward, as an encoder, may be of the same size.
-    return padding if is_causal(module, {}) else None

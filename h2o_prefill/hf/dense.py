@@ -12,19 +12,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,33 +26,33 @@ from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.kinds import NAME, enabled_of, layer_type, window_of
-from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
+from h2o_prefill.hf.kinds import NAME, LeftOutMask, enabled_of
+from h2o_prefill.hf.rules import needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
 
-# The attribute of masks of a sliding window: its length. The last key belongs to the last query.
-WINDOW = "_h2o_prefill_window"
+# Of models that choose keys themselves.
+INDEX_ARGUMENTS = ("indices", "block_indices")
 
 
 def attend_densely(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
     if call.graph is not None:
         return _attend_in_graph(call)
-    left_out = call.window is not None or call.padding is not None
-    if left_out and suits_our_operators(call):
-        return _attend_without_mask(call), None
+    left_out = call.left_out
+    if left_out is not None and not left_out.is_plain and suits_our_operators(call):
+        return _attend_as(left_out, call), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     plain = function is sdpa_attention_forward and _sdpa_reads_as_causal(call)
     if plain and suits_our_operators(call):
-        query, key, value = in_autocast_dtype(call.query, *call.held)
+        query, key, value = in_autocast_dtype(call.query, *call.used)
         return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
         mask = _hide_other_keys(call, mask)
-    return call_function(function, call, *call.held, mask)
+    return call_function(function, call, *call.used, mask)
 
 
 def call_function(
@@ -103,25 +97,33 @@ def _default_implementation(module: nn.Module) -> str:
     return "sdpa" if any(model._supports_sdpa for model in models) else "eager"
 
 
-def _attend_without_mask(call: Call) -> Tensor:
+def _attend_as(mask: LeftOutMask, call: Call) -> Tensor:
     """Attend as a mask that was left out says: of a window, of a padded batch, or of both."""
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
-    window, options, given = call.window, call.logit_options, (query, key, value)
-    if window is None:
-        assert call.padding is not None
-        return call.padding.attend(*given, lambda q, k, v: ops.dense_attention(q, k, v, *options))
-    if window.padding is None:
-        return _attend_in_window(call, *given, window.end).transpose(1, 2)
-    return window.padding.attend(
-        *given, lambda q, k, v: _attend_in_window(call, q, k, v, q.shape[2])
-    )
+    if mask.spans is None:
+        return _attend_in_window(mask, call, query, key, value, mask.end).transpose(1, 2)
+    out = query.new_zeros(*query.shape[:2], query.shape[2], value.shape[3]).transpose(1, 2)
+    # The operators take rows of one length, so those that lie in the same place go together.
+    for first, end in dict.fromkeys(mask.spans):
+        rows = [row for row, span in enumerate(mask.spans) if span == (first, end)]
+        index: Any = rows
+        if rows[-1] - rows[0] == len(rows) - 1:  # neighbours: a slice copies nothing
+            index = slice(rows[0], rows[-1] + 1)
+        if first < end:
+            q, k, v = (x[:, :, first:end][index] for x in (query, key, value))
+            attended = _attend_in_window(mask, call, q, k, v, end - first)
+            out[index, first:end] = attended.transpose(1, 2)
+    return out
 
 
-def _attend_in_window(call: Call, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
-    """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
-    size, options = window_of(call.module), call.logit_options
-    assert size is not None
-    if layer_type(call.module) == "chunked_attention":
+def _attend_in_window(
+    mask: LeftOutMask, call: Call, query: Tensor, key: Tensor, value: Tensor, end: int
+) -> Tensor:
+    """Attend to all tokens, those of a window, or of chunks; `end` is the position after `key`."""
+    size, options = mask.window, call.logit_options
+    if size is None:
+        return ops.dense_attention(query, key, value, *options)
+    if call.form.is_chunked:
         return _attend_in_chunks(query, key, value, size, end, options)
     if query.shape[2] == 1 or size >= key.shape[2]:
         # All rows see the same first key: plain causal attention, which may be PyTorch's.
@@ -147,9 +149,11 @@ def _attend_in_chunks(
 def _sdpa_reads_as_causal(call: Call) -> bool:
     """Return whether sdpa's function would take the call for plain causal."""
     # Without a mask that function lets one query see every key, and is causal from the first key on
-    # for more; after a history that means something else than ours, unless we made the masks.
-    reads_as_causal = call.new == 1 or call.past == 0 or _needs_causal_mask(call)
-    return call.mask is None and call.window is None and call.padding is None and reads_as_causal
+    # for more; after a history that means something else, unless we have left out the mask.
+    left_out = call.left_out
+    if left_out is not None:
+        return left_out.is_plain
+    return call.mask is None and (call.new == 1 or call.past == 0)
 
 
 def suits_our_operators(call: Call) -> bool:
@@ -167,58 +171,26 @@ def suits_our_operators(call: Call) -> bool:
 
 
 def _mask(call: Call, name: str) -> Any:
-    mask, padding, window = call.mask, call.padding, call.window
-    if window is not None:
-        mask = call.shared(window, window.make_mask)
-        if isinstance(mask, Tensor):
-            mask = mask[..., -call.new :, :]
-    elif mask is None and padding is not None:
-        mask = call.shared(padding, padding.make_mask)
-        if hasattr(mask, "to"):
-            device = call.query.device
-            mask = call.shared((padding, device), partial(mask.to, device))
-    # One query sees every key without a mask, but some eager functions cannot do without one.
-    elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-        if make is None:
-            return None
-        key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
-        return call.shared(key, lambda: _causal_mask(call, make))
+    """Return the mask that an implementation takes, made if it was left out."""
+    mask, left_out, device = call.mask, call.left_out, call.query.device
+
+    def make() -> Any:
+        assert left_out is not None
+        made = left_out.make(
+            q_length=call.new,
+            q_offset=left_out.end - call.new,
+            kv_length=left_out.tokens,
+            allow_is_causal_skip=name != "eager",  # That takes none for no mask at all.
+        )
+        return made.to(device) if hasattr(made, "to") else made
+
+    if left_out is not None:
+        mask = call.shared((left_out, call.new, name, device), make)
     if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
         return call.shared((id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
-
-
-def _needs_causal_mask(call: Call) -> bool:
-    """Return whether no mask means causal up to the last key, since our mask function said so."""
-    # Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an
-    # empty static cache, and eager as no mask at all.
-    if call.past < 0 or not call.is_causal:
-        return False
-    if call.context is None:
-        return True
-    # Some models let only the last queries through their last layers.
-    return any(call.new <= new and call.total == keys for new, keys in call.context.plain)
-
-
-def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
-    return make(
-        # Masks that are tensors broadcast over the batch; flex attention's do not.
-        batch_size=1 if make in (sdpa_mask, eager_mask) else call.query.shape[0],
-        q_length=call.new,
-        kv_length=call.total,
-        q_offset=call.past,
-        kv_offset=0,
-        mask_function=causal_mask_function,
-        attention_mask=None,
-        allow_is_causal_skip=True,
-        dtype=call.query.dtype,
-        config=call.module.config,
-        use_vmap=False,
-        device=call.query.device,
-    )
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,7 +226,8 @@ def _hide_other_keys(call: Call, mask: Any) -> Any:
 
 def _attend_in_graph(call: Call) -> Attended:
     """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
-    window = _window_in_graph(call)
+    # A window is known only of a mask that could be left out.
+    window = None if call.left_out is None else call.left_out.window
     # One row sees every key of its window: PyTorch's attention needs no packed ones.
     if window is not None and call.new > 1 and suits_our_operators(call):
         out, _ = ops.sliding_window_attention(
@@ -268,16 +241,6 @@ def _attend_in_graph(call: Call) -> Attended:
     else:
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return call_function(function, call, call.key, call.value, mask)
-
-
-def _window_in_graph(call: Call) -> int | None:
-    """Return the window that the mask of a call is known to be of, or that is left of it."""
-    window = window_of(call.module)
-    if layer_type(call.module) not in ("sliding_attention", "hybrid_sliding"):
-        return None
-    if call.mask is None:
-        return window if call.graph is not None and window in call.graph.windows else None
-    return window if getattr(call.mask, WINDOW, None) == window else None
 
 
 def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
@@ -298,16 +261,6 @@ def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
     )
     assert mask is not None
     return mask
-
-
-def with_candidates(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
-) -> Tensor:
-    """Append the output of the rows that verify candidates: as decoded tokens, without a trace."""
-    rows = out.shape[2]
-    if rows == query.shape[2]:
-        return out
-    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, *options)], dim=2)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -25,13 +25,13 @@ from h2o_prefill.hf.cache import (
 )
 from h2o_prefill.hf.forward import (
     ForwardContext,
-    GraphCall,
+    StaticCall,
     announce,
     close_context,
     open_context,
 )
-from h2o_prefill.hf.kinds import is_unpadded
 from h2o_prefill.hf.layer import graph
+from h2o_prefill.hf.masks import is_unpadded
 from h2o_prefill.hf.parallel import StageCache, layers_here, new_cache
 from h2o_prefill.hf.rules import MASKED
 
@@ -242,13 +242,12 @@ def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
         if tensor is not None:  # Every prompt has lists of another length, which may be 0.
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
     hf_config: Any = context.modules[0].config
-    context.call = graph.call = GraphCall(
+    context.call = graph.call = StaticCall(
         config=config,
         settings=config.to_string(),
         previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
         unpadded=unpadded,
-        plain=bool(context.plain),
-        windows=frozenset(context.windows),
+        left_out=frozenset(mask.window for mask in context.masks),
         candidates=candidates,
         recall=recall,
         position=position,
@@ -257,7 +256,7 @@ def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
     context.cache.begin(config)
 
 
-def _end_in_static_cache(context: ForwardContext, call: GraphCall) -> None:
+def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
     """Count the calls of a graph, and say where the next call begins."""
     assert context.tokens is not None
     layers: list[Any] = context.cache.layers

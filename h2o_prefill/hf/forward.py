@@ -1,11 +1,11 @@
-"""One forward of an enabled model: what it knows, what its graph is told, and how it is undone."""
+"""An enabled model, and what is known of its running forward."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,7 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
-from h2o_prefill.hf.kinds import (
-    NAME,
-    Padding,
-    Window,
-    switched,
-    windows_ahead,
-)
+from h2o_prefill.hf.kinds import NAME, LayerForm, LeftOutMask, form_of, switched
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
@@ -36,10 +30,6 @@ OWN_PADDING = (
     "called with does not have; pass the mask with this padding as attention_mask"
 )
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
-OTHER_TEXT = (
-    "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
-    "(torch.cat([cache.token_ids, input_ids], dim=1)), crop the cache, or pass another one"
-)
 
 # `context`: the running forward of this thread. `prompt`: what is known of the prompt of which a
 # function that calls the model is under way, `generate` as an example.
@@ -69,22 +59,25 @@ class EnabledState:
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)  # reasons already warned of
-    # Those whose self-attention layers do not say that they are causal: the mask alone makes
-    # them so.
+    # Those whose self-attention layers are causal by their masks alone.
     causal_by_mask: list[Any] = field(default_factory=list)
     # Whether every layer that can be sparse has a window (sliding, or chunks).
     only_windows: bool = False
-    # Whether layers with a window take no mask where it holds all keys.
-    leaves_window_masks: bool = False
-    # The windows of layers that take no mask where it hides some, and the kinds of these layers.
+    # The windows of layers that need no mask, and the kinds of these layers.
     windows: dict[int | None, str] = field(default_factory=dict)
-    # What the calls of each layer were, by its number.
-    calls: dict[Any, LayerCalls] = field(default_factory=dict)
-    # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
+    # What `error_rows` measured in each layer for the last prompt, [B, Hkv, 4].
     errors: dict[int, Tensor] = field(default_factory=dict)
+    forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
     longest_text: int | None = None  # tokens that the model was made for, None if it does not say
+
+    def form_of(self, module: nn.Module) -> LayerForm:
+        """Return what an attention layer is, looked at once."""
+        if module not in self.forms:
+            self.forms[module] = form_of(module)
+        return self.forms[module]
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
@@ -102,18 +95,16 @@ class EnabledState:
         if layer is not None and errors is not None:
             self.errors[layer] = errors
 
-    def shortest_sparse_prompt(self, model: Any) -> int:
-        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
-        return self.config.shortest_sparse_prompt(self.like(model))
-
     def like(self, model: Any) -> Tensor:
         """Return an empty tensor of the model's dtype on its device."""
         return torch.empty(0, device=model.device, dtype=model.dtype)
 
+    def shortest_sparse_prompt(self, model: Any) -> int:
+        """Return from how many tokens on a prompt is sparse if `min_prefill` is open."""
+        return self.config.shortest_sparse_prompt(self.like(model))
+
     def resolve(self, model: Any, tokens: int) -> PrefillConfig:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
-        if not self.config.is_auto:
-            return self.config
         return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
     def marks(self, model: Any) -> Marks:
@@ -150,7 +141,7 @@ DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 
 @dataclass
-class GraphCall:
+class StaticCall:
     """What the layers of a static cache, perhaps in a compiled graph, cannot determine."""
 
     config: PrefillConfig
@@ -159,10 +150,8 @@ class GraphCall:
     # Whether the model was called with a mask of two dimensions that hides nothing, so that
     # the graph leaves it out.
     unpadded: bool
-    # Whether no mask means plain causal attention, since our mask function made none before
-    # the forward.
-    plain: bool
-    windows: frozenset[int]  # whose masks it made none of before the forward either
+    # Windows whose masks our mask function has left out before the forward; None: plain causal.
+    left_out: frozenset[int | None]
     candidates: int  # tokens at the end of the call that assisted decoding verifies
     # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     position: Tensor
@@ -174,7 +163,7 @@ class GraphCall:
     hidden: list[Tensor] = field(default_factory=list)
 
 
-def call_in_graph() -> GraphCall | None:
+def call_in_graph() -> StaticCall | None:
     """Return the forward that torch.compile is tracing, None if attention must break its graph."""
     return getattr(graph, "call", None) if torch.compiler.is_dynamo_compiling() else None
 
@@ -194,25 +183,19 @@ class ForwardContext:
         self.candidates = 0  # tokens at the end that assisted decoding verifies
         self.begun = 0  # tokens in the cache before the forward
         self.was_sparse = False  # whether the state of some layer of the cache has changed
-        self.call: GraphCall | None = None
-        # Query and key lengths for which our mask function was asked for a plain causal mask. Some
-        # models have sequences of several lengths in a forward, such as bytes and patches.
-        self.plain: set[tuple[int, int]] = set()
-        # Padding, by length, that alone kept a mask which was left out from being plain causal.
-        self.paddings: dict[int, Padding] = {}
-        # Windows that hide some keys, by length, whose masks our mask function has left out.
-        self.windows: dict[int, Window] = {}
-        # Static caches: number of filled slots, by number of slots.
-        self.filled: dict[int, int] = {}
+        self.call: StaticCall | None = None
+        # Masks that our mask function has left out, in this forward or before it.
+        self.masks: list[LeftOutMask] = []
         self.mask_reason: str | None = None  # why a mask was not plain causal
-        # Whether the windows that masks were asked for hold all keys; None if there were none.
-        self.windows_show_all: bool | None = None
+        prompt = prompt_of(enabled)
+        if prompt is not None:
+            self.masks, prompt.masks = prompt.masks, []
         self._shared: dict[Any, Any] = {}
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
         input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
-        cache, mask = arguments["cache"], arguments.get("attention_mask")
+        cache = arguments["cache"]
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
@@ -225,18 +208,9 @@ class ForwardContext:
                 cache.check_usable()
             self.cache = cache
             self.begun = self.past
-            layers = getattr(cache, "layers", None) or ()
-            for layer in layers:
+            for layer in getattr(cache, "layers", None) or ():
                 if isinstance(layer, ChunkedPrefillLayer):
                     layer.leave_inference_mode()
-            # Transformers makes the masks of a static cache before the forward. What our mask
-            # function said by None is not asked again if there are masks of several kinds.
-            if isinstance(mask, Mapping):
-                self.windows = dict(windows_ahead.get())
-                windows_ahead.set({})
-                if mask.get("full_attention", mask) is None:
-                    slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
-                    self.add_plain(self.new, self.past + self.new, slots)
 
     def check(self) -> None:
         """Warn of another attention implementation, and of a text too long for the model."""
@@ -251,19 +225,18 @@ class ForwardContext:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt with all of its calls, as far as is known."""
-        prompt: Prompt | None = getattr(running, "prompt", None)
-        known = prompt.length if prompt is not None and prompt.enabled is self.enabled else 0
-        return max(self.begun + self.new, known)
+        prompt = prompt_of(self.enabled)
+        return max(self.begun + self.new, 0 if prompt is None else prompt.length)
 
     @functools.cached_property
     def config(self) -> PrefillConfig:
         """The settings of the prompt that this forward is of, with `min_prefill` resolved."""
-        given = self.enabled.config
-        if not given.is_auto:
-            return given
-        held = getattr(self.cache, "min_prefill", None) if self.begun else None
-        if held is not None and (held == given.chunk_size or self.new == 1):
-            return given.with_min_prefill(held)
+        config = self.enabled.config
+        if not config.is_auto:
+            return config
+        before = getattr(self.cache, "min_prefill", None) if self.begun else None
+        if before is not None and (before == config.chunk_size or self.new == 1):
+            return config.with_min_prefill(before)
         return self.enabled.resolve(self.model, self.prompt_length)
 
     @property
@@ -276,11 +249,19 @@ class ForwardContext:
         """Tokens in the cache; 0 if it does not count them."""
         return 0 if self.cache is None else length_of(self.cache) or 0
 
-    def add_plain(self, queries: int, keys: int, slots: int) -> None:
-        """Note that our mask function made no mask, since it would be plain causal."""
-        self.plain.add((queries, keys))
-        if keys < slots:
-            self.filled[slots] = keys
+    def left_out(self, window: int | None, query: Tensor, keys: int) -> LeftOutMask | None:
+        """Return what no mask means for a call of a layer, None if it was not left out by us."""
+
+        def fits(mask: LeftOutMask) -> bool:
+            # Some models let only the last queries through their last layers.
+            queries, rows = query.shape[2], len(query)
+            same = mask.spans is None or (queries, rows) == (mask.queries, len(mask.spans))
+            return mask.keys == keys and mask.queries >= queries and same
+
+        masks = [mask for mask in self.masks if fits(mask)]
+        alike = (mask for mask in masks if mask.window == window)
+        # Models may give a layer with a window the mask of the others.
+        return next(alike, next((mask for mask in masks if not mask.in_window), None))
 
     def recall_lists(self, batch: int, past: int, new: int, device: torch.device) -> RecallLists:
         """Return what `lexical_recall` finds for a call, made once for all layers of a device."""
@@ -323,22 +304,22 @@ class ForwardContext:
 
     def finish(self, failed: bool) -> None:
         """Note the ids of a good forward with its cache, or that it has failed."""
+        cache = self.cache
         hidden = not failed and self.call is not None and any(self.call.hidden)
         if not failed and not is_traced():
             self._report_short_calls()
-        if isinstance(self.cache, KeepsTokenIds):
+        if isinstance(cache, KeepsTokenIds):
             if failed or hidden:
-                self.cache.failed = self._has_changed(self.cache)
+                cache.failed = self._has_changed(cache.layers)
             else:
-                self.cache.append_token_ids(self.input_ids)
+                cache.append_token_ids(self.input_ids)
                 if self.enabled.config.is_auto:
-                    self.cache.min_prefill = self.config.sparse_from
+                    cache.min_prefill = self.config.sparse_from
         if hidden:
             raise RuntimeError(OWN_PADDING)
 
-    def _has_changed(self, cache: KeepsTokenIds) -> bool:
+    def _has_changed(self, layers: list[Any]) -> bool:
         """Return whether some layer of the cache has got tokens in this forward."""
-        layers: list[Any] = list(cache.layers)
         # Layers of a recurrence do not count tokens.
         return any(
             not isinstance(x, CacheLayerMixin) or x.get_seq_length() != self.begun
@@ -348,14 +329,13 @@ class ForwardContext:
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""
-        least, ids = self.config.sparse_from, self.input_ids
-        if self.cache is None or ids is None or ids.shape[1] < 2:
+        least, new, cache = self.config.sparse_from, self.new, self.cache
+        if not isinstance(cache, KeepsTokenIds) or self.input_ids is None or new < 2:
             return
-        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
         # A call that was long enough ends the count for good.
-        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
-        self.cache._h2o_prefill_short_tokens = tokens
-        if tokens >= 2 * least:
+        counts = new < least and cache.short_tokens >= 0
+        cache.short_tokens = cache.short_tokens + new if counts else -1
+        if cache.short_tokens >= 2 * least:
             self.enabled.report(
                 f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
                 "longer (prefill_chunk_size), or min_prefill smaller"
@@ -417,15 +397,21 @@ class Prompt:
 
     enabled: EnabledState
     length: int  # tokens after all of its calls
+    # Those that our mask function has left out: `generate` makes masks of static caches.
+    masks: list[LeftOutMask] = field(default_factory=list)
+
+
+def prompt_of(enabled: Any) -> Prompt | None:
+    """Return the prompt of an enabled model that is under way in this thread, if one is."""
+    prompt: Prompt | None = getattr(running, "prompt", None)
+    return prompt if prompt is not None and prompt.enabled is enabled else None
 
 
 @contextlib.contextmanager
 def announce(enabled: EnabledState, length: int) -> Iterator[None]:
     """Say how long a prompt of an enabled model is after its calls in this block."""
-    outer: Prompt | None = getattr(running, "prompt", None)
-    if outer is not None and outer.enabled is enabled:
-        length = max(length, outer.length)
-    running.prompt = Prompt(enabled, length)
+    outer, same = getattr(running, "prompt", None), prompt_of(enabled)
+    running.prompt = Prompt(enabled, length if same is None else max(length, same.length))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Kinds of attention layers, their windows, and the padding of rows.
+"""Kinds of attention layers, their windows, and what no mask means in them.
 
 Which config is switched over stands here as well.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -21,6 +19,10 @@ NAME = "h2o_prefill"
 # The `EnabledState` of each Hugging Face config that is switched over, under the config's id:
 # several models may share one config object, and then the switch of one reaches the others.
 switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+NO_INDEX = "the attention layers do not know their index"
+ENCODER_DECODER = "encoder-decoder models are not supported"
+SHARED_KEYS = "layers that share the keys of another layer are not supported"
 
 # Kinds of layers that attend as full ones do to a prompt that their window holds.
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
@@ -132,80 +134,72 @@ def enabled_of(hf_config: Any) -> Any:
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
-class Padding:
-    """A forward into an empty cache whose rows have padding on the left, on the right, or both."""
+class LayerForm(NamedTuple):
+    """What an attention layer is, whatever it is called with."""
 
-    spans: tuple[Span, ...]  # first token and end of every row; equal where a row is all padding
-    # Makes the mask that the model's own attention implementation takes.
-    make_mask: Callable[[], Any]
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attend_rows: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Attend with every row as if it were alone; return [B, T, Hq, Dv], 0 in padding.
-
-        The operators take rows of one length, so those that lie in the same place go together.
-        """
-        batch, heads, length = query.shape[:3]
-        out = query.new_zeros(batch, length, heads, value.shape[3])
-        places: dict[Span, list[int]] = {}
-        for row, span in enumerate(self.spans):
-            places.setdefault(span, []).append(row)
-        for (first, end), found in places.items():
-            if first < end:
-                rows = _as_index(found)
-                q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
-                out[rows, first:end] = attend_rows(q, k, v).transpose(1, 2)
-        return out
+    window: int | None  # tokens that a query of a sliding or chunked layer sees; None: all
+    is_chunked: bool
+    is_causal: bool
+    is_cross: bool  # whether it attends to the keys of something else, such as an image
+    # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
+    reason: str | None
 
 
-def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:
-    """Return whether none of the first keys is padding."""
-    if attention_mask is None:
+def form_of(module: nn.Module) -> LayerForm:
+    """Return what an attention layer is."""
+    kind, cross = layer_type(module), is_cross_attention(module)
+    causal, config = is_causal(module, {}), getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
+    reason: str | None = None
+    # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
+    encoder = getattr(config, "cross_attention_hidden_size", None) is not None
+    if cross or kind not in ("full_attention", *WINDOWED):
+        reason = ""
+    elif not isinstance(index, int):
+        reason = NO_INDEX
+    elif encoder or getattr(config, "is_encoder_decoder", False):
+        reason = ENCODER_DECODER
+    elif _shares_keys(module, config):
+        reason = SHARED_KEYS
+    return LayerForm(window_of(module), kind == "chunked_attention", causal, cross, reason)
+
+
+def _shares_keys(module: nn.Module, config: Any) -> bool:
+    if getattr(module, "is_kv_shared_layer", False):
         return True
-    return attention_mask.shape[-1] >= length and bool(attention_mask[:, :length].all())
-
-
-def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
-    """Return first token and end of every row, None if padding lies between tokens of a row."""
-    real = attention_mask[:, :length].bool()
-    real = torch.nn.functional.pad(real, (0, length - real.shape[1]))
-    columns = torch.arange(length, device=real.device)
-    bounds = torch.stack(
-        [
-            torch.where(real, columns, length).amin(dim=1),
-            torch.where(real, columns + 1, 0).amax(dim=1),
-            real.sum(dim=1),
-        ],
-        dim=1,
-    ).tolist()  # one transfer from the device
-    if any(tokens not in (0, end - first) for first, end, tokens in bounds):
-        return None
-    return tuple((first, end) if tokens else (0, 0) for first, end, tokens in bounds)
-
-
-def _as_index(rows: list[int]) -> slice | list[int]:
-    """Return neighbouring rows as a slice, which copies nothing."""
-    begin, end = rows[0], rows[-1] + 1
-    return slice(begin, end) if end - begin == len(rows) else rows
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    layers: int = getattr(config, "num_hidden_layers", None) or 0
+    return shared > 0 and getattr(module, "layer_idx", 0) >= layers - shared
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
-    """What the mask of a window would have said, which our mask function has left out."""
+class LeftOutMask:
+    """What no mask means, where our mask function has made none.
 
-    queries: int  # of the call
-    keys: int  # what the cache keeps of the history, and the call's tokens
-    end: int  # position after the last key
-    padding: Padding | None
-    # Makes the mask that the model's own attention implementation takes.
-    make_mask: Callable[[], Any]
+    The last of `queries` is the token before `end`. A query sees the keys up to its own token: all
+    of them, those in its window, or those in its row of a padded batch.
+    """
 
+    window: int | None  # of the layers that the mask is for; None: they see all
+    queries: int
+    keys: int  # with the unused slots of a static cache, which lie after `end`
+    first: int  # position of the first key
+    end: int  # position after the last token
+    spans: tuple[Span, ...] | None  # first token and end of every row of a padded batch
+    # Makes the mask that the model's own attention implementation takes, of other sizes if given.
+    make: Callable[..., Any]
 
-# Windows whose masks were left out before the forward: `generate` makes masks of static caches.
-windows_ahead: ContextVar[dict[int, Window]] = ContextVar("h2o_prefill_windows", default={})  # noqa: B039
+    @property
+    def tokens(self) -> int:
+        """Keys up to the last token."""
+        return self.end - self.first
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the window hides keys."""
+        return self.window is not None and (self.first > 0 or self.window < self.end)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees all tokens up to its own."""
+        return self.spans is None and not self.in_window

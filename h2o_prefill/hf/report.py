@@ -219,8 +219,7 @@ def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     enabled.only_windows = bool(windows) and None not in windows
     # DeepSeek V4 hides compressed keys by its mask, in addition to its window.
     to_tokens_alone = ("full_attention", "linear_attention", *WINDOWED)
-    enabled.leaves_window_masks = all(layer_type(layer) in to_tokens_alone for layer in layers)
-    if enabled.leaves_window_masks:
+    if all(layer_type(layer) in to_tokens_alone for layer in layers):
         enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
         enabled.windows.pop(None, None)
     if not candidates and (why := _why_none_sparse(model, layers)):

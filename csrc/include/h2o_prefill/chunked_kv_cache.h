@@ -71,7 +71,7 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   };
 
   const Layer& layer_at(int64_t layer) const;
-  at::Tensor rows_of(int64_t layer, at::Tensor Layer::* buffer) const;
+  at::Tensor rows_of(int64_t layer, at::Tensor Layer::*buffer) const;
   int64_t capacity_for(const Layer& layer, int64_t length) const;
 
   int64_t initial_capacity_;

@@ -70,13 +70,13 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   int64_t last_chunk_begin(int64_t layer) const { return layer_at(layer).last_chunk_begin; }
 
   // A copy of a layer's state; undefined tensors for a layer without scores.
-  LayerState state(int64_t layer) const;
+  PrefillState state(int64_t layer) const;
 
   // Replaces the state of a layer by a copy of a result of chunked_sparse_attention or state();
   // undefined tensors make it a layer without scores. rewind: to a state that it had, whose
   // checkpoints stay.
-  void update(int64_t layer, const LayerState& state);
-  void rewind(int64_t layer, const LayerState& state);
+  void update(int64_t layer, const PrefillState& state);
+  void rewind(int64_t layer, const PrefillState& state);
 
   // The buffers of a layer, scores [B, Hkv, capacity or more], memory and errors, for a call of
   // prefill_attention_() with keys like `key`; commit() counts the tokens of a sparse call.

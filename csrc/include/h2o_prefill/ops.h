@@ -96,7 +96,7 @@ struct RecallLists {
 
 // The state that one layer carries from one call of a prompt to the next. Undefined tensors at
 // first.
-struct LayerState {
+struct PrefillState {
   at::Tensor scores = {};        // [B, Hkv, <= T_total]
   at::Tensor memory = {};        // int32 [B, Hkv, any], ascending, then -1
   int64_t last_chunk_begin = 0;  // position where the last sparse chunk began
@@ -109,8 +109,8 @@ struct LayerState {
 // ignored. recall: the call's result of lexical_recall. The last dense_tail queries attend to
 // every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
 // the memory set that the last chunk attended to, [B, Hkv, settings.memory_size()], and errors.
-H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+H2O_API std::tuple<at::Tensor, PrefillState> chunked_sparse_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PrefillState& state,
     const PrefillConfig& settings, const RecallLists& recall = {},
     std::optional<double> scale = std::nullopt,
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
@@ -118,8 +118,8 @@ H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
 // The same, sparse or dense as the settings say. A dense call returns the state unchanged, with
 // score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
 // reads.
-H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+H2O_API std::tuple<at::Tensor, PrefillState> prefill_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PrefillState& state,
     int64_t layer, std::string_view settings, const RecallLists& recall = {},
     std::optional<double> scale = std::nullopt,
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
@@ -147,6 +147,17 @@ struct Checkpoints {
   at::Tensor memory = {};  // undefined: none are kept
   at::Tensor scores = {};
   at::Tensor errors = {};
+};
+
+// What the attention of one layer takes besides tensors and state.
+struct LayerOptions {
+  int64_t layer = 0;
+  std::string_view settings = {};  // of the model
+  std::optional<double> scale = {};
+  std::optional<at::Tensor> sinks = {};
+  double softcap = 0.0;
+  RecallLists recall = {};
+  std::optional<int64_t> window = {};  // of a layer with a sliding window
 };
 
 // One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the

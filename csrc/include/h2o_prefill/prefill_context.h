@@ -113,8 +113,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
     int64_t prompt_tokens = 0;
     // The state before the call, as far as the call may change it.
     bool ids_known = true;
-    std::vector<std::optional<LayerState>> layers = {};  // before a layer attended sparsely
-    std::optional<int64_t> batch = {};                   // of the token ids
+    std::vector<std::optional<PrefillState>> layers = {};  // before a layer attended sparsely
+    std::optional<int64_t> batch = {};                     // of the token ids
     RecallLists recall = {};
   };
 

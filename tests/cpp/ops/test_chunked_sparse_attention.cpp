@@ -33,7 +33,7 @@ RecallLists recalled(const at::Tensor& tokens, int64_t begin, int64_t matches) {
 }
 
 // The state after the calls of a prompt.
-struct State : LayerState {
+struct State : PrefillState {
   at::Tensor out;
 };
 

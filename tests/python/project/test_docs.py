@@ -10,29 +10,24 @@ import torch
 
 import h2o_prefill
 from h2o_prefill import PrefillConfig
-from h2o_prefill.hf import forward, masks, rules
+from h2o_prefill.hf import forward, kinds, rules
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
 BOOK = ROOT / "tests/python/eval/struggle_for_existence.txt"
 
-# Reasons that functions make, and reasons of other modules than the decision table's.
+# Those that functions choose from, beside those in the table.
 OTHERS = {
-    rules.OWN_MASKS,
-    rules.TRACED,
-    rules.NOT_ENABLED,
-    rules.STATIC,
-    rules.MASKED,
-    masks.NOT_CAUSAL,
-    forward.NO_IDS,
-    forward.CHANGED,
+    *(kinds.NO_INDEX, kinds.ENCODER_DECODER, kinds.SHARED_KEYS, rules.EMPTY, rules.PADDED),
+    *(rules.NOT_CAUSAL, rules.CUSTOM_MASK, rules.OWN_MASKS, forward.NO_IDS, forward.CHANGED),
+    *rules.ARGUMENTS.values(),
 }
 
 
 def reasons():
-    table = {rule.reason for rule in rules.RULES if isinstance(rule.reason, str)}
-    return sorted((table | OTHERS) - {""})
+    table = {why for _, why in (*rules.SETTINGS, *rules.CALLS, *rules.EAGER, *rules.GRAPH)}
+    return sorted({why for why in table | OTHERS if isinstance(why, str)} - {""})
 
 
 def prose(page):

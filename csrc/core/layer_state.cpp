@@ -1,0 +1,436 @@
+#include "h2o_prefill/layer_state.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "common/checkpoint.h"
+#include "common/checks.h"
+#include "common/memory_sets.h"
+#include "common/prefill_request.h"
+#include "common/rules.h"
+#include "common/tensors.h"
+#include "core/state_header.h"
+
+namespace h2o_prefill {
+namespace {
+
+// The header of the pickled form: these, then length and width of each checkpoint.
+struct Header {
+  enum : uint8_t {
+    kLength,
+    kScored,
+    kLastChunkBegin,
+    kInitialCapacity,
+    kMaxCapacity,
+    kHasKeys,
+    kKeepsCheckpoints,
+    kFields
+  };
+};
+
+void check_new_tokens(const at::Tensor& key, const at::Tensor& value) {
+  check_dims("key", key, 4);
+  check_dims("value", value, 4);
+  check_same_kind("value", value, key, "key");
+  TORCH_CHECK_VALUE(key.sizes().slice(0, 3) == value.sizes().slice(0, 3),
+                    "value must have batch, heads and length of key ", key.sizes(), ", got shape ",
+                    value.sizes());
+  check_inference_only("key", key);
+  check_inference_only("value", value);
+}
+
+bool fits(const at::Tensor& buffer, const at::Tensor& t) {
+  return buffer.size(0) == t.size(0) && buffer.size(1) == t.size(1) &&
+         buffer.size(3) == t.size(3) && buffer.scalar_type() == t.scalar_type() &&
+         buffer.device() == t.device();
+}
+
+void check_fits(const char* name, const at::Tensor& buffer, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(fits(buffer, t), name, " must be like the earlier ones, [", buffer.size(0),
+                    ", ", buffer.size(1), ", *, ", buffer.size(3), "] ",
+                    dtype_name(buffer.scalar_type()), " on ", buffer.device(), ", got ",
+                    describe(t));
+}
+
+at::Tensor packed(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }
+
+// A buffer of `capacity` rows like x that begins with the first `length` rows of another.
+at::Tensor with_room(const at::Tensor& x, const at::Tensor& rows, int64_t length,
+                     int64_t capacity) {
+  auto buffer = at::empty({x.size(0), x.size(1), capacity, x.size(3)}, x.options());
+  if (length > 0) buffer.narrow(2, 0, length).copy_(rows.narrow(2, 0, length));
+  return buffer;
+}
+
+template <typename Change>
+Checkpoints mapped(const Checkpoints& x, const Change& change) {
+  return {.memory = change(x.memory), .scores = change(x.scores), .errors = change(x.errors)};
+}
+
+}  // namespace
+
+LayerState::LayerState(bool checkpoints, int64_t initial_capacity, int64_t max_capacity)
+    : keeps_checkpoints_(checkpoints),
+      initial_capacity_(initial_capacity),
+      max_capacity_(max_capacity) {
+  check_at_least("initial_capacity", initial_capacity, 1);
+  TORCH_CHECK_VALUE(max_capacity >= initial_capacity, "max_capacity must be >= initial_capacity (",
+                    initial_capacity, "), got ", max_capacity);
+}
+
+at::Tensor LayerState::in_use(const at::Tensor& buffer, int64_t length) {
+  return buffer.defined() ? buffer.narrow(2, 0, length) : buffer;
+}
+
+std::tuple<at::Tensor, at::Tensor> LayerState::append(const at::Tensor& key,
+                                                      const at::Tensor& value) {
+  check_new_tokens(key, value);
+  if (length_ > 0) {
+    check_fits("key", key_, key);
+    check_fits("value", value_, value);
+  }
+  const int64_t added = key.size(2), total = length_ + added;
+  TORCH_CHECK_VALUE(total <= max_capacity_, "max_capacity must be >= ", total,
+                    ", the tokens after this append, got ", max_capacity_);
+  const StateGuard guard;
+  const bool usable = key_.defined() && fits(key_, key) && fits(value_, value);
+  const int64_t before = usable ? capacity() : 0;
+  if (!usable || !owns_keys_ || total > before) {
+    const int64_t wanted = std::max({total, 2 * before, initial_capacity_});
+    const int64_t capacity = std::min(wanted, max_capacity_);
+    auto grown = with_room(key, key_, length_, capacity);
+    value_ = with_room(value, value_, length_, capacity);
+    key_ = std::move(grown);
+    owns_keys_ = true;
+  }
+  write_rows(key_, length_, key);
+  write_rows(value_, length_, value);
+  length_ = total;
+  return {this->key(), this->value()};
+}
+
+void LayerState::set_keys(const at::Tensor& key, const at::Tensor& value) {
+  check_new_tokens(key, value);
+  key_ = key;
+  value_ = value;
+  length_ = key.size(2);
+  owns_keys_ = false;
+}
+
+void LayerState::reserve(const at::Tensor& key, int64_t tokens, int64_t memory_size) {
+  const auto type = accumulate_type(key);
+  const bool usable = memory_.defined() && memory_.sizes().slice(0, 2) == key.sizes().slice(0, 2) &&
+                      scores_.scalar_type() == type && scores_.device() == key.device();
+  TORCH_CHECK_VALUE(usable || !has_scores(), "key must fit the earlier calls, whose scores are ",
+                    describe(scores_), ", got ", describe(key));
+  const StateGuard guard;
+  const int64_t batch = key.size(0), heads = key.size(1);
+  const auto options = key.options().dtype(type);
+  if (!usable) {
+    scores_ = at::zeros({batch, heads, tokens}, options);
+    memory_ = at::full({batch, heads, memory_size}, -1, options.dtype(at::kInt));
+    errors_ = no_errors(key);
+  }
+  if (tokens > scores_.size(2)) {
+    auto larger = at::zeros({batch, heads, std::max(tokens, 2 * scores_.size(2))}, options);
+    larger.narrow(2, 0, scored_).copy_(in_use(scores_, scored_));
+    scores_ = std::move(larger);
+  }
+  // If the settings have changed since, a larger set continues from the smaller one.
+  if (const int64_t more = memory_size - memory_.size(2); more > 0) {
+    memory_ = at::constant_pad_nd(memory_, {0, more}, -1);
+  }
+}
+
+at::Tensor LayerState::attend(const at::Tensor& query, const LayerOptions& options,
+                              std::optional<int64_t> total) {
+  const int64_t tokens = total.value_or(length_);
+  TORCH_CHECK_VALUE(key_.defined(), "key must be appended before a call attends");
+  check_between("total", tokens, 0, length_);
+  return attend_history(query, in_use(key_, tokens), in_use(value_, tokens), options);
+}
+
+at::Tensor LayerState::attend_history(const at::Tensor& query, const at::Tensor& key,
+                                      const at::Tensor& value, const LayerOptions& options) {
+  TORCH_CHECK_VALUE(!failed_,
+                    "an earlier call was interrupted: reset(), or truncate() to a "
+                    "checkpoint, before the next");
+  check_dims("query", query, 4);
+  check_dims("key", key, 4);
+  const int64_t length = query.size(2), total = key.size(2), past = total - length;
+  TORCH_CHECK_VALUE(past >= 0, "key must hold the call's tokens (", length, "), got ", total);
+  TORCH_CHECK_VALUE(past >= scored_ || length == 0, "tokens before the call must be >= ", scored_,
+                    ", those that have scores, got ", past, ": truncate() first");
+  const auto settings = read_settings(options.settings);
+  const bool is_sparse = length > 0 && settings->is_sparse(options.layer, past, length) &&
+                         fits_window(options.window, total);
+  Checkpoints written;
+  if (is_sparse) {
+    const PrefillConfig of_layer = settings->of_layer(options.layer);
+    reserve(key, total, of_layer.memory_size());
+    written = new_checkpoints(of_layer, past, length);
+  } else {
+    reserve(key, 0, 0);
+  }
+  const auto position = at::empty({2}, at::kLong);
+  position.mutable_data_ptr<int64_t>()[0] = past;
+  position.mutable_data_ptr<int64_t>()[1] = last_chunk_begin_;
+  PrefillBuffers buffers{key, value, scores_, memory_, errors_};
+  at::Tensor out;
+  try {
+    out =
+        prefill_attention_(query, key.narrow(2, past, length), value.narrow(2, past, length),
+                           buffers, position, options.layer, options.settings, options.recall,
+                           options.scale, options.sinks, options.softcap, options.window, written);
+  } catch (const c10::ValueError&) {
+    throw;  // before anything changed
+  } catch (...) {
+    failed_ = is_sparse;
+    throw;
+  }
+  if (!key_.defined()) length_ = total;
+  if (!is_sparse) return out;
+  scored_ = total;
+  last_chunk_begin_ = settings->last_chunk_begin(past, length);
+  keep(written, past, settings->chunk_size);
+  return out;
+}
+
+Checkpoints LayerState::new_checkpoints(const PrefillConfig& settings, int64_t past,
+                                        int64_t length) const {
+  const int64_t count = length / settings.chunk_size;
+  const bool follows = past == 0 || checkpoints_.contains(past);
+  // What follows a dense tail depends on where its call ended.
+  if (!keeps_checkpoints_ || settings.dense_tail > 0 || count == 0 || !follows) return {};
+  const StateGuard guard;
+  const auto like = [&](const at::Tensor& x, int64_t fields) {
+    return at::empty({count, x.size(0), x.size(1), fields}, x.options());
+  };
+  const int64_t size = settings.memory_size();
+  return {.memory = like(memory_, size),
+          .scores = like(scores_, size),
+          .errors = like(errors_, kErrorFields)};
+}
+
+void LayerState::keep(const Checkpoints& written, int64_t past, int64_t chunk_size) {
+  if (!written.memory.defined()) return;
+  const StateGuard guard;
+  const int64_t width = written.memory.ge(0).sum(-1).max().item<int64_t>();
+  for (int64_t i = 0; i < written.memory.size(0); ++i) {
+    checkpoints_.insert_or_assign(
+        past + (i + 1) * chunk_size,
+        Checkpoints{.memory = packed(written.memory[i].narrow(2, 0, width)),
+                    .scores = packed(written.scores[i].narrow(2, 0, width)),
+                    .errors = packed(written.errors[i])});
+  }
+}
+
+Checkpoints LayerState::checkpoint(const PrefillConfig& settings) const {
+  const StateGuard guard;
+  TORCH_CHECK_VALUE(has_scores(), "a checkpoint needs a state with scores");
+  const auto memory = next_memory({scores(), memory_, last_chunk_begin_, errors_}, settings);
+  return {.memory = memory, .scores = scores_of_sets(scores_, memory), .errors = errors_.clone()};
+}
+
+void LayerState::keep_checkpoint(const PrefillConfig& settings) {
+  checkpoints_.insert_or_assign(scored_, checkpoint(settings));
+}
+
+c10::intrusive_ptr<LayerState> LayerState::at_checkpoint(int64_t length,
+                                                         const Checkpoints& checkpoint) {
+  check_between("length", length, 1, kMostTokens);
+  const StateGuard guard;
+  const auto& [memory, scores, errors] = checkpoint;
+  check_dims("scores", scores, 3);
+  auto all = at::zeros({scores.size(0), scores.size(1), length}, scores.options());
+  accumulate_scores_(all, memory, scores);
+  auto state = c10::make_intrusive<LayerState>();
+  state->set_scores({all, memory, /*last_chunk_begin=*/length, errors});
+  state->length_ = length;
+  return state;
+}
+
+void LayerState::set_scores(const PrefillState& state) {
+  const auto& [scores, memory, last_chunk_begin, errors] = state;
+  check_dims("scores", scores, 3);
+  check_score_type("scores", scores);
+  check_dims("memory", memory, 3);
+  TORCH_CHECK_VALUE(memory.sizes().slice(0, 2) == scores.sizes().slice(0, 2),
+                    "memory must have batch and heads of scores ", scores.sizes(), ", got shape ",
+                    memory.sizes());
+  check_memory_sets("memory", memory, scores, scores.size(2));
+  check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
+  if (errors.defined()) check_errors(errors, scores);
+  const StateGuard guard;
+  errors_ = errors.defined() ? packed(errors) : no_errors(scores);
+  scores_ = packed(scores);
+  memory_ = packed(memory);
+  scored_ = scores.size(2);
+  last_chunk_begin_ = last_chunk_begin;
+  failed_ = false;
+  checkpoints_.erase(checkpoints_.upper_bound(scored_), checkpoints_.end());
+}
+
+PrefillState LayerState::prefill_state() const {
+  if (!has_scores()) return {};
+  const StateGuard guard;
+  return {packed(scores()), packed(memory_), last_chunk_begin_, packed(errors_)};
+}
+
+void LayerState::truncate(int64_t length) {
+  check_at_least("length", length, 0);
+  length_ = std::min(length_, length);
+  const auto checkpoint = checkpoints_.find(length);
+  const bool is_exact = length == 0 || checkpoint != checkpoints_.end();
+  if (length >= scored_ && !(failed_ && is_exact)) return;
+  const StateGuard guard;
+  // Positions after the cut, and at a checkpoint all outside of its memory set, are forgotten.
+  const int64_t kept = is_exact ? 0 : length;
+  scores_.narrow(2, kept, scores_.size(2) - kept).zero_();
+  if (length == 0) {
+    memory_.fill_(-1);
+    errors_.zero_();
+    last_chunk_begin_ = 0;
+  } else if (is_exact) {
+    const auto& [memory, scores, errors] = checkpoint->second;
+    accumulate_scores_(scores_, memory, scores);
+    memory_.fill_(-1);
+    memory_.narrow(2, 0, memory.size(2)).copy_(memory);
+    errors_.copy_(errors);
+    last_chunk_begin_ = length;
+  } else if (length <= last_chunk_begin_) {
+    memory_.fill_(-1);
+    last_chunk_begin_ = 0;
+  } else {
+    // A set that was built for the chunk after the last one holds positions of the last one.
+    memory_.masked_fill_(memory_.ge(length), -1);
+  }
+  failed_ = failed_ && !is_exact;
+  scored_ = length;
+  checkpoints_.erase(checkpoints_.upper_bound(length), checkpoints_.end());
+}
+
+int64_t LayerState::checkpoint_before(int64_t length) const {
+  check_at_least("length", length, 0);
+  if (length >= scored_ && !failed_) return length;
+  const auto after = checkpoints_.upper_bound(length);
+  return after == checkpoints_.begin() ? 0 : std::prev(after)->first;
+}
+
+template <typename Change>
+void LayerState::map(const Change& change) {
+  const StateGuard guard;
+  for (at::Tensor* x : {&key_, &value_, &scores_, &memory_, &errors_}) {
+    if (x->defined()) *x = change(*x);
+  }
+  for (auto& [length, x] : checkpoints_) x = mapped(x, change);
+}
+
+void LayerState::select(const at::Tensor& rows) {
+  map([&](const at::Tensor& x) { return x.index_select(0, rows.to(x.device())); });
+  owns_keys_ = true;
+}
+
+void LayerState::repeat(int64_t repeats) {
+  map([&](const at::Tensor& x) { return x.repeat_interleave(repeats, 0); });
+  owns_keys_ = true;
+}
+
+void LayerState::to(const at::Device& device) {
+  map([&](const at::Tensor& x) { return x.to(device); });
+}
+
+c10::intrusive_ptr<LayerState> LayerState::clone() const {
+  auto copy = c10::make_intrusive<LayerState>(*this);
+  copy->map([](const at::Tensor& x) { return x.clone(); });
+  copy->owns_keys_ = true;
+  return copy;
+}
+
+std::vector<at::Tensor> LayerState::tensors() const {
+  const StateGuard guard;
+  std::vector<int64_t> header(Header::kFields);
+  header[Header::kLength] = length_;
+  header[Header::kScored] = scored_;
+  header[Header::kLastChunkBegin] = last_chunk_begin_;
+  header[Header::kInitialCapacity] = initial_capacity_;
+  header[Header::kMaxCapacity] = max_capacity_;
+  header[Header::kHasKeys] = key_.defined();
+  header[Header::kKeepsCheckpoints] = keeps_checkpoints_;
+  std::vector<at::Tensor> tensors(1);
+  if (key_.defined()) tensors.insert(tensors.end(), {packed(key()), packed(value())});
+  if (has_scores()) {
+    tensors.insert(tensors.end(), {packed(scores()), packed(memory_), packed(errors_)});
+  }
+  std::vector<at::Tensor> memory, scores, errors;
+  for (const auto& [length, x] : checkpoints_) {
+    header.insert(header.end(), {length, x.memory.size(2)});
+    memory.push_back(x.memory);
+    scores.push_back(x.scores);
+    errors.push_back(x.errors);
+  }
+  if (!memory.empty()) {
+    tensors.insert(tensors.end(), {at::cat(memory, 2), at::cat(scores, 2), at::cat(errors, 2)});
+  }
+  tensors[0] = at::tensor(header, at::kLong);
+  return tensors;
+}
+
+c10::intrusive_ptr<LayerState> LayerState::from_tensors(const std::vector<at::Tensor>& tensors) {
+  StateReader read(tensors, Header::kFields, /*layer_fields=*/2);
+  auto state = c10::make_intrusive<LayerState>(read.field(Header::kKeepsCheckpoints) != 0,
+                                               read.field(Header::kInitialCapacity),
+                                               read.field(Header::kMaxCapacity));
+  const StateGuard guard;
+  const int64_t length = read.field(Header::kLength), scored = read.field(Header::kScored);
+  check_between("length", length, 0, state->max_capacity_);
+  if (read.field(Header::kHasKeys) != 0) {
+    const at::Tensor* const of_tokens = read.take(2, "key and value");
+    state->set_keys(of_tokens[0], of_tokens[1]);
+    check_size("key", of_tokens[0], 2, length, "the length");
+  }
+  state->length_ = length;
+  if (scored != 0) {
+    const at::Tensor* const sparse = read.take(3, "scores, memory and errors");
+    state->set_scores({sparse[0], sparse[1], read.field(Header::kLastChunkBegin), sparse[2]});
+    check_size("scores", sparse[0], 2, scored, "the tokens that have scores");
+    if (state->key_.defined()) {
+      check_per_kv_head("scores", sparse[0], state->key_, accumulate_type(state->key_), "key");
+    }
+  }
+  if (read.num_layers() > 0) {
+    const at::Tensor* const all = read.take(3, "checkpoints");
+    TORCH_CHECK_VALUE(state->has_scores(), "checkpoints must come with scores, got none");
+    check_per_kv_head("checkpoint_memory", all[0], state->scores_, at::kInt, "scores");
+    check_per_kv_head("checkpoint_scores", all[1], state->scores_, state->scores_.scalar_type(),
+                      "scores");
+    check_per_kv_head("checkpoint_errors", all[2], state->scores_, at::kFloat, "scores");
+    for (int64_t i = 0, begin = 0; i < read.num_layers(); ++i) {
+      const int64_t tokens = read.layer(i)[0], width = read.layer(i)[1];
+      check_between("the tokens of a checkpoint", tokens, 1, scored);
+      check_between("the width of a checkpoint", width, 0, state->memory_.size(2));
+      const auto part = [&](size_t tensor, int64_t first, int64_t count) {
+        check_at_most("the width of all checkpoints", first + count, all[tensor].size(2));
+        return packed(all[tensor].narrow(2, first, count));
+      };
+      const Checkpoints one{.memory = part(0, begin, width),
+                            .scores = part(1, begin, width),
+                            .errors = part(2, i * kErrorFields, kErrorFields)};
+      check_memory_sets("checkpoint_memory", one.memory, state->scores_, tokens);
+      check_errors(one.errors, state->scores_);
+      state->checkpoints_[tokens] = one;
+      begin += width;
+    }
+  }
+  read.check_end();
+  return state;
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,200 @@
+"""`LayerState`: what one layer knows of one prompt."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from op_testing import Shape, make_qkv, saved_and_loaded
+
+from h2o_prefill import ops
+
+LayerState = torch.classes.h2o_prefill.LayerState
+SETTINGS = (
+    "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4,error_rows=4,recall=0"
+)
+TOKENS = 100
+
+
+def random_qkv(batch=2):
+    return make_qkv(Shape(batch, 4, 2, TOKENS, 8, 16), layout="contiguous")
+
+
+def attend(state, qkv, begin, end, settings=SETTINGS, layer=1):
+    q, k, v = (x[:, :, begin:end] for x in qkv)
+    state.append(k, v)
+    return state.attend(q, layer, settings)
+
+
+def fields(state):
+    numbers = torch.tensor([state.length, state.scored, state.last_chunk_begin])
+    tensors = state.key, state.value, state.scores, state.memory, state.errors
+    return [numbers, *(x for x in tensors if x is not None)]
+
+
+def assert_same(state, expected):
+    for one, other in zip(fields(state), fields(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_calls_give_what_the_operators_give():
+    qkv = random_qkv()
+    state, history = LayerState(), LayerState()
+    for begin, end in [(0, 40), (40, 41), (41, 100)]:
+        out = attend(state, qkv, begin, end)
+        q, k, v = qkv[0][:, :, begin:end], qkv[1][:, :, :end], qkv[2][:, :, :end]
+        assert torch.equal(history.attend_history(q, k, v, 1, SETTINGS), out)
+        if begin == 40:
+            assert torch.equal(out, ops.dense_attention(q, k, v))
+        assert torch.equal(state.key, k)
+        assert torch.equal(state.value, v)
+    assert history.key is None
+    assert (state.length, state.scored, state.last_chunk_begin) == (100, 100, 41 + 48)
+    for name in ("scores", "memory", "errors"):
+        assert torch.equal(getattr(state, name), getattr(history, name))
+
+
+def test_calls_attend_before_rows_that_follow():
+    qkv = random_qkv()
+    state, other = LayerState(), LayerState()
+    state.append(*(x[:, :, :70] for x in qkv[1:]))
+    out = state.attend(qkv[0][:, :, :64], 1, SETTINGS, total=64)
+    assert torch.equal(out, attend(other, qkv, 0, 64))
+    assert (state.length, state.scored) == (70, 64)
+
+
+def test_inference_mode_may_come_and_go():
+    qkv = random_qkv()
+    state, expected = LayerState(), LayerState()
+    for begin, end in [(0, 40), (40, 70), (70, 100)]:
+        with torch.inference_mode(begin != 40):
+            attend(state, qkv, begin, end)
+        attend(expected, qkv, begin, end)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        lambda x: x.clone(),
+        copy.deepcopy,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: LayerState.from_tensors(saved_and_loaded(x.tensors(), weights_only=True)),
+    ],
+    ids=["clone", "deepcopy", "pickle", "tensors"],
+)
+def test_copies_go_on_alone(duplicate):
+    qkv, state = random_qkv(), LayerState(True)
+    assert duplicate(state).length == 0
+    attend(state, qkv, 0, 64)
+    other = duplicate(state)
+    assert_same(other, state)
+    expected = attend(state, qkv, 64, 100)
+    other.truncate(48)
+    alone = LayerState()
+    attend(alone, qkv, 0, 48)
+    assert torch.equal(attend(other, qkv, 48, 100), attend(alone, qkv, 48, 100))
+    state.truncate(64)
+    assert torch.equal(attend(state, qkv, 64, 100), expected)
+
+
+def test_truncate_is_exact_at_checkpoints():
+    qkv, state = random_qkv(), LayerState(True)
+    attend(state, qkv, 0, 70)
+    attend(state, qkv, 70, 71)
+    for length, expected in [(71, 71), (70, 70), (69, 64), (64, 64), (63, 48), (15, 0)]:
+        assert state.checkpoint_before(length) == expected
+    for length in (71, 70, 64, 16, 0):
+        state.truncate(length)
+        alone = LayerState(True)
+        if length:
+            attend(alone, qkv, 0, min(length, 70))
+        if length == 71:
+            attend(alone, qkv, 70, 71)
+        # Other states go on from the last checkpoint alone.
+        memory = state.clone()
+        if length:
+            memory = LayerState.at_checkpoint(length, *state.checkpoint(1, SETTINGS))
+        q = qkv[0][:, :, length:]
+        out = memory.attend_history(q, *qkv[1:], 1, SETTINGS)
+        assert torch.equal(attend(state.clone(), qkv, length, 100), out)
+        assert torch.equal(attend(alone, qkv, length, 100), out)
+
+
+def test_truncate_elsewhere_forgets_what_follows():
+    qkv, state = random_qkv(), LayerState()
+    attend(state, qkv, 0, 70)
+    scores, memory = state.scores.clone(), state.memory.clone()
+    state.truncate(66)
+    assert torch.equal(state.scores, scores[..., :66])
+    assert torch.equal(state.memory, memory)
+    assert state.last_chunk_begin == 64
+    state.truncate(40)
+    assert (state.length, state.scored, state.last_chunk_begin) == (40, 40, 0)
+    assert (state.memory == -1).all()
+
+
+def test_rows_of_the_batch_are_independent():
+    qkv, state = random_qkv(), LayerState(True)
+    attend(state, qkv, 0, 64)
+    state.select(torch.tensor([1, 1, 0]))
+    rows = [x[[1, 1, 0]] for x in qkv]
+    other = LayerState(True)
+    attend(other, rows, 0, 64)
+    assert_same(state, other)
+    assert torch.equal(attend(state, rows, 64, 100), attend(other, rows, 64, 100))
+    state.truncate(48)
+    state.repeat(2)
+    state.to(torch.device("cpu"))
+    assert state.scores.shape[0] == 6
+    assert state.key.shape[0] == 6
+
+
+def test_keys_of_others_are_not_written_to():
+    qkv = random_qkv()
+    key, value = (x[:, :, :64].clone() for x in qkv[1:])
+    before = key.clone()
+    state = LayerState()
+    state.set_keys(key, value)
+    state.truncate(32)
+    attend(state, qkv, 32, 100)
+    assert torch.equal(key, before)
+
+
+def test_wrong_calls_change_nothing():
+    qkv, state = random_qkv(), LayerState(max_capacity=256)
+    with pytest.raises(ValueError, match="key must be appended before"):
+        state.attend(qkv[0], 1, SETTINGS)
+    attend(state, qkv, 0, 64)
+    before = state.clone()
+    q, k, v = (x[:, :, 64:] for x in qkv)
+    for call, error in [
+        (lambda: state.append(k[:1], v[:1]), "key must be like the earlier ones"),
+        (lambda: state.append(qkv[1].repeat(1, 1, 3, 1), qkv[2].repeat(1, 1, 3, 1)), "max_capac"),
+        (lambda: state.attend(q, 1, SETTINGS, total=65), "total must be in|tokens before the call"),
+        (lambda: state.attend(q[:, :3, :20], 1, SETTINGS), "tokens before the call must be >= 64"),
+        (lambda: state.attend_history(q, *qkv[1:], 1, "none"), "preset"),
+        (lambda: state.attend_history(q[:, :3], *qkv[1:], 1, SETTINGS), "multiple of the KV heads"),
+        (lambda: state.set_scores(k[..., 0], k[..., 0].int() - 9, 0), "memory must be -1 or in"),
+        (lambda: state.truncate(-1), "length must be >= 0"),
+        (lambda: LayerState.from_tensors(state.tensors()[:2]), "tensors must hold key and value"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            call()
+        assert_same(state, before)
+
+
+class Scripted(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: str):
+        state = torch.classes.h2o_prefill.LayerState(False, 64, 1024)
+        state.append(k, v)
+        out = state.attend(q, 0, settings, None, None, 0.0, None, None, None, None, None)
+        return out, state.length
+
+
+def test_torchscript_has_the_class():
+    qkv = random_qkv()
+    module = saved_and_loaded(torch.jit.script(Scripted()), torch.jit)
+    out, length = module(*qkv, SETTINGS)
+    assert length == TOKENS
+    assert torch.equal(out, attend(LayerState(), qkv, 0, TOKENS, layer=0))
