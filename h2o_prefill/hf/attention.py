@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import GRAPH_BREAK, Attended, Call
-from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype, mask_in_graph
+from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype
 from h2o_prefill.hf.forward import call_in_graph
 from h2o_prefill.hf.rules import dense_reason
 
@@ -50,14 +49,8 @@ def _attend(call: Call) -> Attended:
     if rows == call.new:
         return out.transpose(1, 2).contiguous(), None
     # Rows that verify candidates attend as decoded tokens, without a trace.
-    candidates = query[:, :, rows:]
-    if call.graph is not None:
-        # In a graph, keys and values go on after the candidates.
-        mask = mask_in_graph(call)[:, :, rows:]
-        last = attend_densely(replace(call, query=candidates, mask=mask))[0]
-    else:
-        last = ops.dense_attention(candidates, key, value, *call.logit_options).transpose(1, 2)
-    return torch.cat([out.transpose(1, 2), last], dim=1), None
+    last = ops.dense_attention(query[:, :, rows:], key, value, *call.logit_options)
+    return torch.cat([out, last], dim=2).transpose(1, 2), None
 
 
 def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> Tensor:

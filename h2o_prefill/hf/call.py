@@ -144,8 +144,6 @@ class Call:
     @property
     def prompt_rows(self) -> int:
         """Tokens of this call before those that assisted decoding verifies, always densely."""
-        if self.graph is not None:
-            return self.new - self.graph.candidates
         verified = 0 if self.context is None else self.context.candidates_in(self.past, self.new)
         return self.new - verified
 
@@ -197,8 +195,7 @@ def _left_out_in_graph(call: Call) -> LeftOutMask | None:
         known = window in call.graph.left_out
     else:
         known = getattr(call.mask, LEFT_OUT, None) == (window,)
-    # Graphs have no operator for chunks.
-    if not known or call.form.is_chunked:
+    if not known:
         return None
     return LeftOutMask(window, call.new, keys, 0, keys, None, lambda: None)
 

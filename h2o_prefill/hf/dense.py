@@ -3,8 +3,8 @@
 On CPU, plain causal calls that would go to transformers' sdpa function go to `ops.dense_attention`
 instead. It gives the same but for rounding, and is faster for one row of grouped heads, which
 PyTorch copies, in 16-bit, where it has no fast path for one row or for float16, and with many rows.
-Layers with a sliding window, or chunks, whatever their function, go to operators that visit no key
-outside of it.
+Layers with a sliding window, whatever their function, go to an operator that visits no key outside
+of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from transformers.masking_utils import sliding_window_causal_mask_function as sl
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
-from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import NAME, LeftOutMask, enabled_of
@@ -101,7 +100,7 @@ def _attend_as(mask: LeftOutMask, call: Call) -> Tensor:
     """Attend as a mask that was left out says: of a window, of a padded batch, or of both."""
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     if mask.spans is None:
-        return _attend_in_window(mask, call, query, key, value, mask.end).transpose(1, 2)
+        return _attend_in_window(mask, call, query, key, value).transpose(1, 2)
     out = query.new_zeros(*query.shape[:2], query.shape[2], value.shape[3]).transpose(1, 2)
     # The operators take rows of one length, so those that lie in the same place go together.
     for first, end in dict.fromkeys(mask.spans):
@@ -111,39 +110,20 @@ def _attend_as(mask: LeftOutMask, call: Call) -> Tensor:
             index = slice(rows[0], rows[-1] + 1)
         if first < end:
             q, k, v = (x[:, :, first:end][index] for x in (query, key, value))
-            attended = _attend_in_window(mask, call, q, k, v, end - first)
-            out[index, first:end] = attended.transpose(1, 2)
+            out[index, first:end] = _attend_in_window(mask, call, q, k, v).transpose(1, 2)
     return out
 
 
 def _attend_in_window(
-    mask: LeftOutMask, call: Call, query: Tensor, key: Tensor, value: Tensor, end: int
+    mask: LeftOutMask, call: Call, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend to all tokens, those of a window, or of chunks; `end` is the position after `key`."""
     size, options = mask.window, call.logit_options
     if size is None:
         return ops.dense_attention(query, key, value, *options)
-    if call.form.is_chunked:
-        return _attend_in_chunks(query, key, value, size, end, options)
     if query.shape[2] == 1 or size >= key.shape[2]:
         # All rows see the same first key: plain causal attention, which may be PyTorch's.
         return ops.dense_attention(query, key[:, :, -size:], value[:, :, -size:], *options)
     return ops.sliding_window_attention(query, key, value, size, *options)[0]
-
-
-def _attend_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, size: int, end: int, options: LogitOptions
-) -> Tensor:
-    first_query, first_key = end - query.shape[2], end - key.shape[2]
-    parts, begin = [], first_query
-    while begin < end:
-        chunk = begin // size * size
-        stop = min(chunk + size, end)
-        rows = query[:, :, begin - first_query : stop - first_query]
-        seen = slice(max(chunk - first_key, 0), stop - first_key)
-        parts.append(ops.dense_attention(rows, key[:, :, seen], value[:, :, seen], *options))
-        begin = stop
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _sdpa_reads_as_causal(call: Call) -> bool:

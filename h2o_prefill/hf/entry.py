@@ -64,14 +64,13 @@ class Entry:
         caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
         return {**given, "cache": next(caches, None)}
 
-    def with_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any) -> Arguments:
-        """Return the arguments of a forward with a cache where none was given."""
-        name = next(name for name in CACHE_NAMES if name in self.names)
-        index = self.names.index(name)
-        if index < len(args):
-            return (*args[:index], cache, *args[index + 1 :]), kwargs
-        others = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
-        return args, {**others, name: cache}
+    def replace(self, arguments: Arguments, name: str, value: Any) -> Arguments:
+        """Return the arguments of a forward with another value for one."""
+        args, kwargs = arguments
+        if name in self.names[: len(args)]:
+            index = self.names.index(name)
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}
 
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
         """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
@@ -206,38 +205,44 @@ def _prepare(
         return args, kwargs
     if entry.makes_cache(arguments):
         cache = new_cache(model)
-        args, kwargs = entry.with_cache(args, kwargs, cache)
+        kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
+        name = next(name for name in CACHE_NAMES if name in entry.names)
+        args, kwargs = entry.replace((args, kwargs), name, cache)
         # A call without a cache verifies no candidates.
         arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
     context.check()
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
-        _begin_in_static_cache(context, arguments.get("attention_mask"))
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor):
+            ends = context.past + context.new if context.new > 1 else None
+            if mask.ndim == 2 and ends and is_unpadded(mask, ends):
+                # A graph cannot know that it hides nothing.
+                args, kwargs = entry.replace((args, kwargs), "attention_mask", None)
+            else:
+                context.mask_reason = MASKED
+        _begin_in_static_cache(context)
     return args, kwargs
 
 
-def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
+def _begin_in_static_cache(context: ForwardContext) -> None:
     """Settle what the layers of a static cache, perhaps in a compiled graph, cannot determine."""
     assert context.tokens is not None
     new, config = context.new, context.config
     if new == 1 and context.enabled.config.is_auto:
         config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
     position = context.cache.position_for(new)
-    past = int(position[0]) if new > 1 else 0
-    is_2d = isinstance(mask, Tensor) and mask.ndim == 2
-    unpadded = is_2d and new > 1 and is_unpadded(mask, past + new)
-    if isinstance(mask, Tensor) and not unpadded:
-        context.mask_reason = MASKED
-    candidates = context.candidates_in(past, new)
-    recall: Any = NO_RECALL
-    batch, device = context.tokens.shape[0], context.tokens.device
-    if new > 1 and config.is_sparse_call(past, new - candidates):
+    past, recall = int(position[0]), NO_RECALL
+    batch, device = len(context.tokens), context.tokens.device
+    if new > 1 and config.is_sparse_call(past, new):
         recall = context.recall_lists(batch, past, new, device)
     elif new > 1 and config.recall:
         # No keys, but lists: one graph for short calls and long ones.
-        blocks = batch * -(-(new - candidates) // config.recall_block)
-        sizes = blocks + 1, 0, 0
-        recall = tuple(torch.zeros(x, dtype=torch.int32, device=device) for x in sizes)
+        sizes = batch * -(-new // config.recall_block) + 1, 0, 0
+        first, second, third = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in sizes
+        )
+        recall = first, second, third
     for tensor in recall:
         if tensor is not None:  # Every prompt has lists of another length, which may be 0.
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
@@ -246,9 +251,7 @@ def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
         config=config,
         settings=config.to_string(),
         previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
-        unpadded=unpadded,
         left_out=frozenset(mask.window for mask in context.masks),
-        candidates=candidates,
         recall=recall,
         position=position,
     )
@@ -259,16 +262,14 @@ def _begin_in_static_cache(context: ForwardContext, mask: Any) -> None:
 def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
     """Count the calls of a graph, and say where the next call begins."""
     assert context.tokens is not None
-    layers: list[Any] = context.cache.layers
-    rows = context.new - call.candidates
+    new, past, layers = context.new, context.past - context.new, context.cache.layers
     if any(getattr(layer, "attended", False) for layer in layers):
-        ops.advance_position_(call.position, rows, call.settings)
-    past = context.past - context.new
+        ops.advance_position_(call.position, new, call.settings)
     for number, reason in call.outcomes:
-        sparse = call.config.is_sparse(number, past, rows)
+        sparse = call.config.is_sparse(number, past, new)
         if reason is None and not sparse:
             reason = ""
-        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
+        context.enabled.count(number, len(context.tokens) * new, reason)
         if reason is None:
             context.enabled.note_errors(number, getattr(layers[number], "errors", None))
         if reason and sparse:

@@ -105,7 +105,7 @@ def describe_package(
     if [layer.layer_idx for layer in layers] != list(range(hf_config.num_hidden_layers)):
         raise ValueError("model must have one attention layer in each layer to be exported")
     for layer in layers:
-        if not is_causal(layer, {}) or layer_type(layer) not in _KINDS:
+        if not is_causal(layer) or layer_type(layer) not in _KINDS:
             raise ValueError(
                 "model must be causal, with full attention or sliding windows, to be exported"
             )

@@ -25,10 +25,6 @@ from h2o_prefill.presets import PRESETS
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
-OWN_PADDING = (
-    "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
-    "called with does not have; pass the mask with this padding as attention_mask"
-)
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
 
 # `context`: the running forward of this thread. `prompt`: what is known of the prompt of which a
@@ -63,8 +59,9 @@ class EnabledState:
     causal_by_mask: list[Any] = field(default_factory=list)
     # Whether every layer that can be sparse has a window (sliding, or chunks).
     only_windows: bool = False
-    # The windows of layers that need no mask, and the kinds of these layers.
-    windows: dict[int | None, str] = field(default_factory=dict)
+    # Whether layers with a window need no mask where it holds all keys.
+    leaves_window_masks: bool = False
+    windows: set[int | None] = field(default_factory=set)  # of layers that need no mask at all
     calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
     # What `error_rows` measured in each layer for the last prompt, [B, Hkv, 4].
     errors: dict[int, Tensor] = field(default_factory=dict)
@@ -147,20 +144,14 @@ class StaticCall:
     config: PrefillConfig
     settings: str
     previous: str | None  # the attention implementation that the model had before
-    # Whether the model was called with a mask of two dimensions that hides nothing, so that
-    # the graph leaves it out.
-    unpadded: bool
     # Windows whose masks our mask function has left out before the forward; None: plain causal.
     left_out: frozenset[int | None]
-    candidates: int  # tokens at the end of the call that assisted decoding verifies
     # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     position: Tensor
     recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
     # Layers that the graph attended in, and why they had to be dense: empty if by design,
     # None if they were as the settings say.
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
-    # bool: whether the graph left out a mask that hides something after all.
-    hidden: list[Tensor] = field(default_factory=list)
 
 
 def call_in_graph() -> StaticCall | None:
@@ -196,7 +187,8 @@ class ForwardContext:
         """Take over what a model was called with; the outermost model that names a thing wins."""
         input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
         cache = arguments["cache"]
-        if cache is not None and isinstance(kept, int) and kept > 1:
+        dynamic = cache is not None and not getattr(cache, "is_compileable", False)
+        if dynamic and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
@@ -279,9 +271,10 @@ class ForwardContext:
             prompt = ids[:, :end].to("cpu", torch.int64)
             return ops.lexical_recall(prompt, past, self.config, self.enabled.token_text)
 
-        lists = self.shared("recall", find)
+        # Some models have sequences of several lengths in a forward, such as bytes and patches.
+        lists = self.shared(("recall", past, new), find)
         return self.shared(
-            ("recall", device),
+            ("recall", past, new, device),
             lambda: tuple(None if x is None else x.to(device) for x in lists),
         )
 
@@ -305,18 +298,15 @@ class ForwardContext:
     def finish(self, failed: bool) -> None:
         """Note the ids of a good forward with its cache, or that it has failed."""
         cache = self.cache
-        hidden = not failed and self.call is not None and any(self.call.hidden)
         if not failed and not is_traced():
             self._report_short_calls()
         if isinstance(cache, KeepsTokenIds):
-            if failed or hidden:
+            if failed:
                 cache.failed = self._has_changed(cache.layers)
             else:
                 cache.append_token_ids(self.input_ids)
                 if self.enabled.config.is_auto:
                     cache.min_prefill = self.config.sparse_from
-        if hidden:
-            raise RuntimeError(OWN_PADDING)
 
     def _has_changed(self, layers: list[Any]) -> bool:
         """Return whether some layer of the cache has got tokens in this forward."""

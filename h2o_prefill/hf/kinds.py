@@ -57,13 +57,10 @@ def is_cross_attention(module: nn.Module, path: str = "") -> bool:
     )
 
 
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer is causal: the argument if given, else what module and config say."""
+def is_causal(module: nn.Module) -> bool:
+    """Return whether module and config say that a layer is causal."""
     if is_cross_attention(module):
         return False
-    given = kwargs.get("is_causal")
-    if given is not None:
-        return bool(given)
     config = getattr(module, "config", None)
     return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
 
@@ -138,7 +135,6 @@ class LayerForm(NamedTuple):
     """What an attention layer is, whatever it is called with."""
 
     window: int | None  # tokens that a query of a sliding or chunked layer sees; None: all
-    is_chunked: bool
     is_causal: bool
     is_cross: bool  # whether it attends to the keys of something else, such as an image
     # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
@@ -148,7 +144,7 @@ class LayerForm(NamedTuple):
 def form_of(module: nn.Module) -> LayerForm:
     """Return what an attention layer is."""
     kind, cross = layer_type(module), is_cross_attention(module)
-    causal, config = is_causal(module, {}), getattr(module, "config", None)
+    causal, config = is_causal(module), getattr(module, "config", None)
     index = getattr(module, "layer_idx", None)
     reason: str | None = None
     # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
@@ -161,7 +157,7 @@ def form_of(module: nn.Module) -> LayerForm:
         reason = ENCODER_DECODER
     elif _shares_keys(module, config):
         reason = SHARED_KEYS
-    return LayerForm(window_of(module), kind == "chunked_attention", causal, cross, reason)
+    return LayerForm(window_of(module), causal, cross, reason)
 
 
 def _shares_keys(module: nn.Module, config: Any) -> bool:

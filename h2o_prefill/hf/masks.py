@@ -22,7 +22,6 @@ from h2o_prefill.hf.forward import (
     EnabledState,
     ForwardContext,
     Prompt,
-    StaticCall,
     call_in_graph,
     current_context,
     is_traced,
@@ -41,8 +40,7 @@ def h2o_prefill_mask(**given: Any) -> Any:
     Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
     """
     arguments = {"mask_function": causal_mask_function, **DEFAULTS, **given}
-    forward = call_in_graph()
-    return _mask(arguments) if forward is None else _mask_in_graph(arguments, forward)
+    return _mask(arguments) if call_in_graph() is None else _mask_in_graph(arguments)
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
@@ -54,7 +52,9 @@ def _mask(arguments: dict[str, Any]) -> Any:
     by_mask = enabled is not None and any(config is one for one in enabled.causal_by_mask)
     # Transformers makes the masks of a static cache before the forward.
     place = prompt_of(enabled) if context is None else context
-    if place is not None and enabled is not None and not is_traced() and not by_mask:
+    if is_traced() or by_mask:
+        return make()
+    if place is not None and enabled is not None:
         left_out = _left_out(arguments, enabled, place, make)
         if left_out is not None:
             place.masks.append(left_out)
@@ -93,14 +93,12 @@ def _left_out(
                 return None
         elif first != 0:
             return None
-    elif window not in enabled.windows or _ends_differ(arguments):
+    elif not enabled.leaves_window_masks or _ends_differ(arguments):
         return None
-    elif context is None and enabled.windows[window] == "chunked_attention":
-        return None  # Graphs have no operator for chunks, and the forward may be compiled.
     left_out = partial(LeftOutMask, window, queries, keys, first, end)
-    in_window = window is not None and (first > 0 or window < end)
     # Checkpointed layers run again in the backward pass, where no forward knows of this.
-    if in_window and torch.is_grad_enabled():
+    unknown = torch.is_grad_enabled() or window not in enabled.windows
+    if window is not None and (first > 0 or window < end) and unknown:
         return None
     if is_unpadded(arguments["attention_mask"], end):
         return left_out(None, make)
@@ -133,19 +131,14 @@ def _ends_differ(arguments: dict[str, Any]) -> bool:
     return isinstance(offset, Tensor) or offset + arguments["q_length"] != end
 
 
-def _mask_in_graph(arguments: dict[str, Any], forward: StaticCall) -> Tensor:
+def _mask_in_graph(arguments: dict[str, Any]) -> Tensor:
     """Return the bool mask of PyTorch's attention, marked if it need not be made.
 
     A graph that has no use for it does not compute it.
     """
-    given = arguments["attention_mask"]
-    if given is not None and forward.unpadded:
-        forward.hidden.append(_hides_keys(given, arguments["q_offset"] + arguments["q_length"]))
-        given = None
-    changed = {"attention_mask": given, "allow_is_causal_skip": False}
-    mask = sdpa_mask(**{**arguments, **changed})
+    mask = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
     assert mask is not None
-    if given is None and _may_be_left_out(arguments):
+    if arguments["attention_mask"] is None and _may_be_left_out(arguments):
         window = arguments.get("local_size")
         if window is None:
             known = arguments["mask_function"] is causal_mask_function
@@ -154,12 +147,6 @@ def _mask_in_graph(arguments: dict[str, Any], forward: StaticCall) -> Tensor:
         if known:
             setattr(mask, LEFT_OUT, (window,))
     return mask
-
-
-def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
-    """Return whether a mask [B, T], perhaps made by the model, hides one of the first keys."""
-    seen = torch.arange(mask.shape[1], device=mask.device) < length
-    return (seen & ~mask.bool()).any()
 
 
 def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Callable[..., Any]:

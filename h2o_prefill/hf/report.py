@@ -179,7 +179,7 @@ def _chooses_keys(module: nn.Module) -> bool:
 
 def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     """Return whether some calls of an attention layer are sparse, by its kind."""
-    if not is_causal(module, {}):
+    if not is_causal(module):
         return False
     window = window_of(module)
     if window is not None:
@@ -219,9 +219,10 @@ def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     enabled.only_windows = bool(windows) and None not in windows
     # DeepSeek V4 hides compressed keys by its mask, in addition to its window.
     to_tokens_alone = ("full_attention", "linear_attention", *WINDOWED)
-    if all(layer_type(layer) in to_tokens_alone for layer in layers):
-        enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
-        enabled.windows.pop(None, None)
+    enabled.leaves_window_masks = all(layer_type(layer) in to_tokens_alone for layer in layers)
+    if enabled.leaves_window_masks:
+        sliding = (layer for layer in layers if layer_type(layer) != "chunked_attention")
+        enabled.windows = {window_of(layer) for layer in sliding}
     if not candidates and (why := _why_none_sparse(model, layers)):
         enabled.report(f"no layer of {type(model).__name__} can be sparse: {why}")
 
@@ -230,7 +231,7 @@ def _why_none_sparse(model: PreTrainedModel, layers: list[Any]) -> str:
     if layers:
         encoder_decoder = model.config.is_encoder_decoder
         not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
-        kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
+        kinds = [layer_type(x) if is_causal(x) else not_causal for x in layers]
         # Each once, in the order of the layers.
         return "its attention is " + " or ".join(dict.fromkeys(_IN_WORDS.get(x, x) for x in kinds))
     modules = [module for module in model.modules() if _is_attention(module)]

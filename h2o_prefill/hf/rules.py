@@ -88,7 +88,7 @@ def _window_reason(call: Call) -> str:
     context = call.context
     if context is None or not context.enabled.only_windows:
         return ""
-    if call.left_out is not None:
+    if call.left_out is not None and call.left_out.window == call.form.window:
         return "every layer has a sliding window, or chunks, that the prompt does not fit into"
     if getattr(context.layer_of(call.module), "is_compileable", False):
         return "sliding or chunked layers of static caches are not supported"
