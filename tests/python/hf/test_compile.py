@@ -131,22 +131,6 @@ def test_prompts_of_any_length_share_a_graph(build, make_ids, name):
     assert counter.frame_count == 2
 
 
-def test_linear_layers_in_int8(llama, ids):
-    quantization = pytest.importorskip("torchao.quantization")
-    llama.to(torch.bfloat16)
-    with enable(llama, strict=True, **SPARSE):
-        wide = llama(ids).logits
-    quantization.quantize_(
-        llama.model, quantization.Int8DynamicActivationInt8WeightConfig(version=2)
-    )
-    with enable(llama, strict=True, **SPARSE) as handle:
-        eager = llama(ids).logits
-        llama.compile(dynamic=True, backend="eager")
-        torch.testing.assert_close(llama(ids).logits, eager)
-        assert counts(handle)[0] == (2, 144, 0, 0)
-    assert 0 < (eager - wide).norm() < 0.1 * wide.norm()
-
-
 def test_a_mask_of_ones_and_padding_in_a_static_cache(shallow, make_ids):
     ids = make_ids(2, 72)
     ones, padded = torch.ones_like(ids), torch.ones_like(ids)

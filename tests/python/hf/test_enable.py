@@ -33,32 +33,23 @@ def test_with_gives_everything_back(build, ids, implementation):
 
 def test_it_is_on_without_with_and_can_be_switched(llama, ids):
     stock = llama(ids).logits
-    handle = enable(llama, **SPARSE)
-    sparse = llama(ids).logits
-    handle.disable()
-    handle.disable()
-    assert torch.equal(llama(ids).logits, stock)
-    handle.enable()
-    assert torch.equal(llama(ids).logits, sparse)
-    with handle:
-        assert torch.equal(llama(ids).logits, sparse)
-        with pytest.raises(ValueError, match="entered already"), handle:
-            pass
-    assert is_off(llama)
-    assert not torch.equal(sparse, stock)
-
-
-def test_enabling_again_replaces_the_settings(llama, ids):
     with enable(llama, **OTHER):
         other = llama(ids).logits
     first = enable(llama, **SPARSE)
     sparse = llama(ids).logits
+    first.disable()
+    first.disable()
+    assert torch.equal(llama(ids).logits, stock)
     second = enable(llama, **OTHER)
     assert not first.active and torch.equal(llama(ids).logits, other)
     first.enable()
     assert not second.active and torch.equal(llama(ids).logits, sparse)
-    first.disable()
+    with first:
+        assert torch.equal(llama(ids).logits, sparse)
+        with pytest.raises(ValueError, match="entered already"), first:
+            pass
     assert is_off(llama)
+    assert not torch.equal(sparse, stock)
 
 
 @pytest.mark.parametrize("wrong", [{"strict": True}, {"chunksize": 3}, {"dense_layers": (9,)}])
@@ -225,29 +216,28 @@ def between_layers(model, function):
 DURING = "LlamaForCausalLM must not be enabled or disabled during its forward, which runs in {}"
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("thread", ["this thread", "another thread"])
 @pytest.mark.parametrize("switch", [disable, lambda model: enable(model, **OTHER)])
-def test_a_forward_of_another_thread_refuses_a_switch(build, inputs, spawn, implementation, switch):
-    model = build("llama", implementation)
-    stock, errors = model(**inputs).logits, []
-    enable(model, **SPARSE)
-    expected = model(**inputs).logits
+def test_a_forward_refuses_a_switch(llama, inputs, spawn, thread, switch):
+    stock = llama(**inputs).logits
+    enable(llama, **SPARSE)
+    expected = llama(**inputs).logits
 
-    def work():
-        with pytest.raises(RuntimeError) as caught:
-            switch(model)
-        errors.append(str(caught.value))
+    def refused():
+        with pytest.raises(RuntimeError, match=DURING.format(thread)):
+            switch(llama)
 
-    between_layers(model, lambda: spawn(work).join(PATIENCE))
-    assert torch.equal(model(**inputs).logits, expected)
-    assert errors == [DURING.format("another thread")]
-    switch(model)
-    disable(model)
-    assert is_off(model) and torch.equal(model(**inputs).logits, stock)
+    other = thread != "this thread"
+    between_layers(llama, lambda: spawn(refused).join(PATIENCE) if other else refused())
+    assert torch.equal(llama(**inputs).logits, expected)
+    switch(llama)
+    disable(llama)
+    assert is_off(llama) and torch.equal(llama(**inputs).logits, stock)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("llama", "sdpa"), ("gemma3", "eager"), ("gpt-oss", "eager")]
+)
 def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
     model = build(name, implementation)
     stock = model(**inputs).logits
@@ -257,20 +247,7 @@ def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
     disable(model)
 
 
-@pytest.mark.parametrize("switch", [disable, lambda model: enable(model, **OTHER)])
-def test_a_forward_refuses_a_switch_inside_of_it(llama, ids, switch):
-    stock = llama(ids).logits
-    with enable(llama, **SPARSE):
-        sparse = llama(ids).logits
-        between_layers(llama, lambda: switch(llama))
-        with pytest.raises(RuntimeError, match=DURING.format("this thread")):
-            llama(ids)
-        assert torch.equal(llama(ids).logits, sparse)
-    assert is_off(llama) and torch.equal(llama(ids).logits, stock)
-
-
 def test_an_interrupted_forward_is_over(llama, ids, spawn):
-    """Torch does not call closing hooks after a KeyboardInterrupt."""
     handle = enable(llama, **SPARSE)
 
     def work():

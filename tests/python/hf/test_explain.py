@@ -20,15 +20,6 @@ def test_calls_and_rows_are_counted(llama, make_ids):
     assert (second.sparse_calls, second.dense_calls, second.dense_rows) == (0, 2, 149)
 
 
-def test_the_preset_exact_is_dense(llama, ids):
-    with enable(llama, "exact", chunk_size=16) as handle:
-        llama(ids)
-        rows = handle.report().layers
-    assert {(x.mode, x.reason, x.sparse_rows, x.dense_rows) for x in rows} == {
-        ("dense", "exact", 0, 72)
-    }
-
-
 def test_equal_layers_are_one_row(build, make_ids):
     model = build("llama", num_hidden_layers=5)
     with enable(model, **SPARSE, dense_layers=(3,), error_rows=4) as handle:

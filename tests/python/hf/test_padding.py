@@ -18,7 +18,6 @@ from hf_helpers import (
     stock_copy,
     watch,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from h2o_prefill import ChunkedPrefillCache, enable, explain
 
@@ -92,27 +91,6 @@ def test_rows_attend_densely_by_our_kernel_and_it_is_said_once(
         refused = pytest.raises(NotImplementedError, match=PADDED)
         with enable(model, strict=True, **settings), refused:
             model(**batch.arguments)
-
-
-def test_the_mask_is_made_once_and_only_if_needed(build, make_batch, monkeypatch):
-    made = []
-
-    def watched(**arguments):
-        made.append(arguments["batch_size"])
-        return eager_mask(**arguments)
-
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "eager", watched)
-    model, batch = build("llama", "eager"), make_batch("left")
-    stock = model(**batch.arguments).logits
-    made.clear()
-    with enable(model, **H2O):
-        with pytest.warns(UserWarning, match=PADDED):
-            model(**batch.arguments)
-        assert made == []
-        with pytest.warns(UserWarning, match="output_attentions"):
-            ours = model(**batch.arguments, output_attentions=True).logits
-    assert made == [4]
-    assert_close(batch.real(ours), batch.real(stock))
 
 
 def test_rows_attend_to_all_of_other_states_of_their_length(build, make_batch):
@@ -236,16 +214,3 @@ def test_later_calls_are_dense_as_long_as_the_mask_hides_tokens(
         ours = model(more, past_key_values=cache, **arguments).logits
         assert sparse_rows(model) == [4 * 40 * (not masked and new == 40)] * 2
     assert_close(ours, model(more, past_key_values=plain, **arguments).logits)
-
-
-def test_padding_after_an_unpadded_prefix_is_dense(llama, make_batch, make_ids):
-    prefix, batch = make_ids(4, 32, seed=9), make_batch("right")
-    mask = torch.cat([torch.ones_like(prefix), batch.mask], dim=1)
-    stock = llama(torch.cat([prefix, batch.ids], dim=1), attention_mask=mask).logits[:, 32:]
-    with enable(llama, **EXACT):
-        cache = new_cache(llama)
-        llama(prefix, past_key_values=cache)
-        with pytest.warns(UserWarning, match=PADDED):
-            ours = llama(batch.ids, attention_mask=mask, past_key_values=cache).logits
-        assert sparse_rows(llama) == [4 * 32] * 2
-    assert_close(batch.real(ours), batch.real(stock))

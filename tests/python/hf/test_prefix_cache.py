@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
+from hf_helpers import GREEDY, H2O, LETTERS, RECALL, in_calls, new_cache
 from transformers import BatchEncoding
 
 from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
@@ -78,24 +78,30 @@ def test_a_prompt_goes_on_from_its_last_common_chunk(llama, make_ids):
         assert prefixes.prefill(llama, ids[None])[0].get_seq_length() == 0
 
 
-def test_texts_of_others_are_not_found(build, llama, make_ids):
-    prefixes, ids, other = PrefixCache(ROOM), make_ids(1, 72), build("llama")
+@pytest.mark.parametrize("change", ["autocast", "settings", "model", "weights", "tokenizer"])
+def test_texts_of_others_are_not_found(build, llama, ids, change):
+    prefixes, characters = PrefixCache(ROOM), {**RECALL, "recall_characters": 3}
 
     def reused(model=llama):
         return prefixes.prefill(model, ids)[1]
 
-    with enable(llama, **RECALL):
-        assert reused() == 0
-        with torch.autocast("cpu", torch.bfloat16):
-            assert [reused(), reused()] == [0, 64]
-    for model, settings in ((llama, H2O), (other, RECALL)):
-        with enable(model, **settings):
-            assert reused(model) == 0
-    assert reused() == 0
-    with enable(llama, **RECALL):
-        assert reused() == 64
-        prefixes.clear()
-        assert prefixes.nbytes == reused() == 0
+    def as_before():
+        with enable(llama, **characters):
+            return reused()
+
+    assert [as_before(), as_before()] == [0, 64]
+    model = build("llama") if change == "model" else llama
+    changed = H2O if change == "settings" else characters
+    if change == "weights":
+        llama.model.norm.weight.mul_(1.5)
+    dtype = torch.bfloat16 if change == "autocast" else None
+    tokenizer = LETTERS if change == "tokenizer" else None
+    with enable(model, **changed, tokenizer=tokenizer), torch.autocast("cpu", dtype, bool(dtype)):
+        assert [reused(model), reused(model)] == [0, 64]
+    assert as_before() == 64
+    prefixes.clear()
+    assert prefixes.nbytes == as_before() == 0
+    assert reused() == 0  # nothing of a model that is not enabled
 
 
 def test_the_least_recently_used_chunks_are_removed(llama, make_ids):
@@ -171,17 +177,11 @@ def test_a_prompt_may_be_what_a_tokenizer_returns(llama, ids):
         for prompt in (ids.tolist(), BatchEncoding({"input_ids": ids, "attention_mask": mask})):
             cache, _ = prefixes.prefill(llama, prompt)
             assert torch.equal(cache.token_ids, ids[:, :64])
-        padded = {"input_ids": ids, "attention_mask": mask.tril(-1)}
-        for wrong, message in (
-            (ids.repeat(2, 1), r"input_ids must be \[1, T\], got \[2, 72\]"),
-            (padded, "without padding"),
-            (ids.float(), "input_ids must be ints, got torch.float32"),
-            (ids + 1j, "input_ids must be ints, got torch.complex64"),
-            (ids + 60, r"input_ids must be in \[0, 61\), got"),
-            (None, "either input_ids or inputs_embeds must be given"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                prefixes.prefill(llama, wrong)
+        # test_prefill.py has all that is wrong with prompts.
+        with pytest.raises(ValueError, match=r"input_ids must be \[1, T\], got \[2, 72\]"):
+            prefixes.prefill(llama, ids.repeat(2, 1))
+        with pytest.raises(ValueError, match="without padding"):
+            prefixes.prefill(llama, {"input_ids": ids, "attention_mask": mask.tril(-1)})
 
 
 def in_chunks(model, cache, ids):

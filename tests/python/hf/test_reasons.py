@@ -17,7 +17,7 @@ from hf_helpers import (
 from transformers import AttentionInterface, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from h2o_prefill import PrefillConfig, enable
+from h2o_prefill import PrefillConfig, enable, explain
 from h2o_prefill.hf import NAME
 
 PACKED = {"position_ids": torch.cat([torch.arange(30), torch.arange(42)])[None], "use_cache": False}
@@ -86,6 +86,10 @@ REASONS = [
     ("llama", lambda model, *_: model.train() and {}, "training mode"),
     ("llama", lambda *_: torch.set_grad_enabled(True) and {}, "gradients are on"),
     ("llama", lambda *_: {"output_attentions": True}, "output_attentions"),
+    # Windows, whose mask the model's own function then gets.
+    ("gemma3", lambda model, *_: model.train() and {}, "training mode"),
+    ("gemma3", lambda *_: torch.set_grad_enabled(True) and {}, "gradients are on"),
+    ("gemma3", lambda *_: {"output_attentions": True}, "output_attentions"),
     ("llama", no_index, "do not know their index"),
     ("llama", shared_keys, "share the keys"),
     # The silent mistake to fear: no mask, and sdpa takes the first keys instead of all of them.
@@ -166,6 +170,8 @@ def test_settings_that_make_calls_and_layers_dense(llama, ids, settings, layers)
     with enable(llama, strict=True, **{**SPARSE, **settings}):
         ours = llama(ids).logits
         assert sparse_rows(llama) == [72 * (layer in layers) for layer in range(2)]
+        if settings.get("config") == "exact":
+            assert {(x.mode, x.reason) for x in explain(llama)} == {("dense", "exact")}
     if not layers:
         assert_close(ours, stock)
 
