@@ -140,7 +140,9 @@ def _without_adapters(path: str) -> str:
 
 def _numbers(module: Any, adapter: str) -> dict[str, Any]:
     """Return the plain values that a module has of an adapter, as its scaling."""
-    values = ((k, v[adapter]) for k, v in vars(module).items() if isinstance(v, dict) and adapter in v)
+    values = (
+        (k, v[adapter]) for k, v in vars(module).items() if isinstance(v, dict) and adapter in v
+    )
     return {k: v for k, v in values if isinstance(v, (bool, int, float, str))}
 
 

@@ -30,6 +30,11 @@ class LayerOptions(NamedTuple):
     settings: str  # of all layers
     logits: LogitOptions
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The same as `LayerState.attend` takes them."""
+        return self.layer, self.settings, *self.logits, *self.recall
+
 
 def attend_in_buffers(
     query: Tensor,

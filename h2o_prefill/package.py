@@ -18,7 +18,6 @@ from torch import Tensor
 from h2o_prefill._errors import native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
-from h2o_prefill.session_file import reads_session
 from h2o_prefill.state import estimated_kl, no_errors
 
 # Tensors of the state of a layer.
@@ -184,22 +183,20 @@ class PrefillPackage:
         with native_errors():
             self._session.save(os.fspath(Path(path).expanduser()))
 
-    def load(self, path: str | Path, verify: bool = True) -> None:
+    def load(self, path: str | Path) -> None:
         """Replace the text by a session file, written by a package or by a cache.
-
-        With `verify` the checksum of the file is checked.
 
         Raises
         ------
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is no session file, was cut or changed, is of another model or other settings,
+            If it is no session file, is damaged, is of another model or other settings,
             has more tokens than the package has room for, or more than one row, or lacks token ids
             or, in sliding windows, earlier tokens. The text stays as it was.
         """
-        with reads_session(path) as file:
-            self._session.load(file, verify)
+        with native_errors():
+            self._session.load(os.fspath(Path(path).expanduser()))
 
     def forward(self, token_ids: Tensor | Sequence[int], rows: Tensor | None = None) -> Tensor:
         """Run the model over the next tokens of the text.

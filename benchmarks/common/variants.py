@@ -107,7 +107,7 @@ def session_variants(
     def reopened() -> None:
         cache = ChunkedPrefillCache.load(path, network)
         for prompt in prompts:
-            network.generate(prompt, **cache_argument(network, cache.copy()), **options)
+            network.generate(prompt, **cache_argument(network, copy.deepcopy(cache)), **options)
 
     session()
     return {"each": each, "prefixes": prefixes, "session": session, "reopened": reopened}

@@ -165,7 +165,7 @@ def generate(
             kl = network.estimated_kl
             config = network.info.resolve(length)
         if one.session is not None and kept is not None:
-            kept.save(one.session)
+            kept.save(one.session, *([] if one.package else [network]))
     print()
     console.stderr.print(_summary(timing, config, kl, past), style="dim")
     if one.session is not None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import LayerOptions, sparse_attention
+from h2o_prefill.functional import LayerOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import GRAPH_BREAK, Attended, Call
 from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype
 from h2o_prefill.hf.forward import call_in_graph
+from h2o_prefill.hf.layer import LayerState
 from h2o_prefill.hf.rules import dense_reason
 
 
@@ -67,18 +68,14 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     assert call.context is not None  # Else it is dense.
     total = call.past + prompt.shape[2]
     recall = call.context.recall_lists(len(prompt), call.past, call.new, prompt.device)
+    options = LayerOptions(recall, call.number, config.to_string(), logits)
+    call.context.was_sparse = True
+    state = LayerState() if layer is None else layer.synchronized()
     if layer is not None and layer.holds(key, value):
-        call.context.was_sparse = True
-        options = LayerOptions(recall, call.number, config.to_string(), logits)
-        out = layer.attend(prompt, total, config, options)
-        call.enabled.note_errors(call.layer, layer.errors)
-        return out
-    # The cache holds something else, such as latents.
-    before, settings = getattr(layer, "state", None), config.of_layer(call.layer)
-    key, value = key[:, :, :total], value[:, :, :total]
-    out, state = sparse_attention(prompt, key, value, before, settings, recall, *logits)
-    if layer is not None:
-        call.context.was_sparse = True
-        layer.state = state
+        out = layer.attend(prompt, total, options)
+    else:
+        # There is no cache, or it holds something else, such as latents.
+        history = key[:, :, :total], value[:, :, :total]
+        out = state.attend_history(prompt, *history, *options.arguments)
     call.enabled.note_errors(call.layer, state.errors)
     return out

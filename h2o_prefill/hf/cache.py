@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import operator
 import os
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -26,24 +21,12 @@ from transformers.cache_utils import (
 )
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import differing_word, fingerprint
 from h2o_prefill.functional import LayerOptions, attend_in_buffers
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
-from h2o_prefill.identity import (
-    Origin,
-    changed_text,
-    difference,
-    marks_of,
-    model_text,
-)
-from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
-from h2o_prefill.state import (
-    no_errors,
-    score_dtype,
-    stacked_checkpoints,
-    unstacked_checkpoints,
-    with_room,
-)
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, LayerState, graph, prefill_layer_for
+from h2o_prefill.session import Session
+from h2o_prefill.state import no_errors, score_dtype, with_room
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -74,6 +57,9 @@ class KeepsTokenIds(Cache):
     """
 
     _token_ids: list[Tensor] | None
+    # The settings that built the state, as a text; None for a new cache.
+    settings: str | None = None
+    tokenizer: str = ""  # what tells the text of its tokens from others (`digest`)
     # What an open `min_prefill` was resolved to: once the prompt is sparse, the chunk size.
     min_prefill: int | None = None
     # Whether a forward raised half way and left layers of different lengths or states.
@@ -108,7 +94,7 @@ class KeepsTokenIds(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._token_ids, self.failed = [], False
+        self._token_ids, self.settings, self.failed = [], None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids."""
@@ -166,18 +152,11 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         Passed on to `DynamicCache`, as `offloading=True`.
     """
 
-    _origin: Origin | None
-
     def __init__(self, config: Any = None, checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self._replace_layers(checkpoints)
 
-    @property
-    def settings(self) -> str | None:
-        """Settings that built the state of the cache, as a text; None for a new cache."""
-        return None if self._origin is None else self._origin.settings.to_string()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], model: Any) -> None:
         """Write everything that the prompt needs to go on into a session file.
 
         The file is written whole or not at all. It has the keys, values, states and token ids, the
@@ -188,26 +167,30 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         ----------
         path : path
             The file; one that exists is replaced.
+        model : PreTrainedModel
+            The model that filled the cache, with the weights and active adapters of then.
 
         Raises
         ------
         ValueError
-            If the cache is empty, was not used by an enabled model since it was made or unpickled,
-            has layers other than full attention and sliding windows, or if the model's weights or
-            adapters have changed since it was filled.
+            If the cache is empty, was not filled by an enabled model, or has layers other than full
+            attention and sliding windows.
         OSError
             If the file cannot be written.
         """
-        _session_of(self.layers, self.token_ids, self._origin).write(path)
+        if self.settings is None or self.failed:
+            raise ValueError("cache must have been filled by an enabled model")
+        states = [_session_state(layer) for layer in self.layers]
+        lengths = {layer.get_seq_length() for layer in list[Any](self.layers)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError("cache must hold the same tokens in every layer, and at least one")
+        settings = PrefillConfig.parse(self.settings).native.to_fields()
+        words = fingerprint(model, self.tokenizer)
+        Session(settings, words, self.token_ids, states).save(path)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], model: Any, verify: bool = True
-    ) -> ChunkedPrefillCache:
+    def load(cls, path: str | os.PathLike[str], model: Any) -> ChunkedPrefillCache:
         """Read a session file: the prompt goes on as if it had never been saved.
-
-        Keys and values on the CPU are a memory map until a call appends to them. A file that is
-        mapped may be replaced, as `save` does, but not be changed in place.
 
         Parameters
         ----------
@@ -217,49 +200,51 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             The model that the prompt was prefilled with: its weights and active adapters. If it is
             enabled, then with the settings and tokenizer of the file; `cache.settings` has the
             settings.
-        verify : bool
-            Check the checksum of the file, which reads all of it. What is not a key or a value is
-            checked in any case.
 
         Raises
         ------
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is no session file, was cut or changed, or is of another model or other settings,
-            in one line that names what differs.
+            If it is no session file, is damaged, or is of another model or other settings, in one
+            line that names what differs.
         """
-        session = SessionFile.read(path, verify)
-        cache = cls(config=model.config)
+        session, cache = Session.load(path), cls(config=model.config)
         try:
-            cache._origin = _fill(cache.layers, session, model)
-            cache.min_prefill = cache._origin.settings.sparse_from
+            config = PrefillConfig.parse(session.settings)
+            cache._check_fits(session, config, model)
+            ids = session.token_ids
+            length = max(state.length for state in session.layers) if ids is None else ids.shape[1]
+            for layer, state in zip(list[Any](cache.layers), session.layers, strict=True):
+                _fill(layer, state, length, model.device)
         except ValueError as error:
             raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
-        ids = session.token_ids
+        cache.settings, cache.min_prefill = config.to_string(), config.sparse_from
         cache._token_ids = None if ids is None else [ids.to(model.device)]
         return cache
 
-    def copy(self, room: int = 1024) -> ChunkedPrefillCache:
-        """Return a cache that goes on from the same tokens and shares their keys and values.
-
-        The first copy that appends writes after the shared tokens, and the next one as well if
-        that one is gone by then; a copy that appends while another one does copies them first. So
-        questions one after the other, each to a copy, copy nothing but scores and memory sets.
-        Layers of other kinds than full attention and sliding windows are copied whole.
-
-        Parameters
-        ----------
-        room : int
-            Tokens for which the shared buffers get room, if they have less; a copy that appends
-            more moves out of them.
-        """
-        if room < 0:
-            raise ValueError(f"room must be >= 0, got {room}")
-        other = copy.copy(self)
-        other.layers = [branch_of(layer, room) for layer in self.layers]
-        other._token_ids = None if self._token_ids is None else list(self._token_ids)
-        return other
+    def _check_fits(self, session: Session, config: PrefillConfig, model: Any) -> None:
+        """Raise ValueError for the session of another model or other settings."""
+        enabled = enabled_of(model.config)
+        if enabled is None:  # then the tokenizer comes from the file
+            words = dict(word.split("=", 1) for word in session.fingerprint.split())
+            self.tokenizer = words.get("tokenizer", "")
+        else:
+            self.tokenizer = enabled.tokenizer
+        if other := differing_word(fingerprint(model, self.tokenizer), session.fingerprint):
+            raise ValueError(f"session must be of this model: {other}")
+        if enabled is not None:
+            wanted, same = enabled.config, config
+            if wanted.is_auto or config.is_auto:
+                same = config.with_min_prefill(wanted.min_prefill)
+            if same != wanted:
+                raise ValueError(
+                    f"session must have the settings {wanted.to_string()}, got {config.to_string()}"
+                )
+        if len(session.layers) != len(self.layers):
+            raise ValueError(
+                f"session must have {len(self.layers)} layers, got {len(session.layers)}"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids.
@@ -275,7 +260,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             self.reset()
             return
         self.failed = self.checkpoint_before(length) != length
-        for layer in self.layers:
+        for layer in list[Any](self.layers):
             layer.crop(min(0, length - layer.get_seq_length()))
         self._map_ids(lambda ids: ids[:, :length])
 
@@ -293,11 +278,12 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             return exact if exact == total else 0
         while exact != before:
             before = exact
-            exact = min((layer.exact_before(exact) for layer in layers), default=0)
+            for layer in layers:
+                exact = min(exact, layer.get_seq_length())
+                exact = layer.synchronized().checkpoint_before(exact)
         return exact
 
     def _replace_layers(self, checkpoints: bool = False) -> None:
-        self._origin = None
         self.layers[:] = [prefill_layer_for(layer, checkpoints) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             made: Any = functools.partial(ChunkedPrefillLayer, checkpoints)
@@ -305,105 +291,35 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         self._token_ids = []
 
 
-def note_use(
-    model: nn.Module, enabled: Any, config: PrefillConfig, cache: Any, past: int, was_sparse: bool
-) -> None:
-    """Note which enabled model has just used a cache, of `past` tokens before, and with what."""
-    if not isinstance(cache, ChunkedPrefillCache):
+def _session_state(layer: Any) -> Any:
+    """Return the state of a layer as session files have it; ValueError for kinds without one."""
+    if type(layer) is ChunkedPrefillLayer:
+        return layer.synchronized()
+    if type(layer) is not DynamicSlidingWindowLayer or layer.sliding_window < 2:
+        raise ValueError(
+            "cache must have full attention or sliding windows alone, got a layer of "
+            f"{type(layer).__name__}"
+        )
+    state = LayerState()
+    if layer.get_seq_length():
+        rows, pair = layer.sliding_window - 1, (layer.keys, layer.values)
+        state.set_keys(*(x[:, :, -rows:] for x in pair if x is not None))
+    return state
+
+
+def _fill(layer: Any, state: Any, length: int, device: torch.device) -> None:
+    """Put the state of a session of so many tokens into an empty layer."""
+    is_full = type(layer) is ChunkedPrefillLayer
+    rows = length if is_full else min(length, layer.sliding_window - 1)
+    if state.key is None or state.length < rows or (is_full and state.length != rows):
+        raise ValueError(f"session must have {rows} tokens of a layer, got {state.length}")
+    state.to(device)
+    if is_full:
+        layer.set_state(state)
         return
-    before, new = cache._origin if past else None, (length_of(cache) or 0) - past
-    # Weights are looked at once a prompt and question, not with every decoded token.
-    marks = enabled.marks(model) if before is None or new != 1 else before.marks
-    now = Origin(weakref.ref(model), config, marks)
-    if before is not None and enabled.config.is_auto:
-        # A prompt that was too short may have become sparse.
-        same = before.settings.with_min_prefill(config.sparse_from)
-        before = replace(before, settings=same)
-    cache._origin = now if before is None else before.after(now, was_sparse)
-
-
-def leave_shared(cache: Any) -> None:
-    """Copy keys and values that other caches share."""
-    for layer in getattr(cache, "layers", None) or ():
-        if isinstance(layer, ChunkedPrefillLayer):
-            layer.leave_shared()
-
-
-def _session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | None) -> SessionFile:
-    """Return what a session file holds of a cache with such layers; ValueError if none can."""
-    model = None if origin is None else origin.model()
-    if origin is None or model is None:
-        raise ValueError("cache must have been used by an enabled model that still exists")
-    # The weights and adapters of now; all else of then.
-    now = marks_of(model)
-    now = origin.marks._replace(weights=now.weights, adapters=now.adapters)
-    changed = origin.changed or difference(origin.marks, now)
-    if changed:
-        raise ValueError(changed_text(changed))
-    config, held = origin.settings, []
-    kinds = [_rows_of(layer, 1) for layer in layers]
-    length = int(layers[0].get_seq_length()) if kinds else 0
-    for number, layer in enumerate(layers):
-        rows = _rows_of(layer, length)
-        if length == 0 or layer.get_seq_length() != length or layer.keys.shape[2] != rows:
-            raise ValueError("cache must hold the same tokens in every layer, and at least one")
-        state = getattr(layer, "state", None)
-        if state is not None:
-            # Other settings may have made the sets wider or narrower.
-            absent = config.of_layer(number).memory_size - state.memory.shape[2]
-            state = replace(state, memory=pad(state.memory, (0, absent), value=-1))
-        kept = getattr(layer, "checkpoints", None) or {}
-        checkpoints = stacked_checkpoints(kept, config.chunk_size)
-        held.append(SessionLayer(layer.keys, layer.values, state, checkpoints))
-    text, settings = model_text(model, origin.marks), settings_fields(config)
-    return SessionFile(text, settings, length, token_ids, held)
-
-
-def _fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
-    """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
-    enabled = enabled_of(model.config)
-    marks = marks_of(model) if enabled is None else enabled.marks(model)
-    if enabled is None:  # then tokenizer and settings come from the file
-        words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
-        marks = marks._replace(tokenizer=words.get("tokenizer", ""))
-    config = None if enabled is None else enabled.config
-    session.check_origin(model_text(model, marks), config)
-    wanted = [_rows_of(layer, session.length) for layer in layers]
-    found = [held.key.shape[2] for held in session.layers]
-    if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):
-        raise ValueError(f"it must have {wanted} tokens of the layers, got {found}")
-    config = PrefillConfig.parse(session.settings)
-    for layer, held, rows in zip(layers, session.layers, wanted, strict=True):
-        key, value = (x[:, :, -rows:].to(model.device) for x in (held.key, held.value))
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-        if not isinstance(layer, ChunkedPrefillLayer):
-            layer.cumulative_length = session.length
-            continue
-        layer.state = held.state
-        if held.checkpoints is not None:
-            layer.checkpoints = unstacked_checkpoints(held.checkpoints, config.chunk_size)
-    return Origin(weakref.ref(model), config, marks)
-
-
-def _rows_of(layer: Any, length: int) -> int:
-    """Return how many of the last tokens a layer holds; ValueError for kinds without a session."""
-    if type(layer) is ChunkedPrefillLayer:
-        return length
-    if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:
-        return min(length, layer.sliding_window - 1)
-    raise ValueError(
-        "cache must have full attention or sliding windows alone, got a layer of "
-        f"{type(layer).__name__}"
-    )
-
-
-def branch_of(layer: Any, room: int) -> Any:
-    if type(layer) is ChunkedPrefillLayer:
-        return layer.branch(room)
-    # Layers with a window make new tensors, others change theirs in place.
-    window = type(layer) is DynamicSlidingWindowLayer
-    return copy.copy(layer) if window else copy.deepcopy(layer)
+    layer.lazy_initialization(state.key, state.value)
+    layer.keys, layer.values = state.key[:, :, -rows:], state.value[:, :, -rows:]
+    layer.cumulative_length = length
 
 
 class StaticPrefillLayer(StaticLayer):

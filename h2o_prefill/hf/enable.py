@@ -13,7 +13,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.entry import entry_of, unwrap, wrap
 from h2o_prefill.hf.forward import EnabledState, check_idle
-from h2o_prefill.hf.kinds import NAME, enabled_of, heads_by_layer, longest_text
+from h2o_prefill.hf.kinds import NAME, count_heads, enabled_of, longest_text
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import check_heads_here, layers_here
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
@@ -185,8 +185,9 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen = chosen_config(config, overrides)
-    if heads := heads_by_layer(model):
-        chosen.check_fits(len(heads))
+    layers, _ = count_heads(model)
+    if layers > 1:
+        chosen.check_fits(layers)
     layers_here(model)
     check_heads_here(model)
     state = EnabledState(chosen, strict, token_text=text_for(tokenizer, chosen))

@@ -21,7 +21,6 @@ from h2o_prefill.hf.cache import (
     KeepsTokenIds,
     StaticPrefillCache,
     adopt,
-    note_use,
 )
 from h2o_prefill.hf.forward import (
     ForwardContext,
@@ -182,8 +181,6 @@ def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
         return
     if context.call is not None:
         _end_in_static_cache(context, context.call)
-    used = context.cache, context.begun, context.was_sparse
-    note_use(entry.handle.model, context.enabled, context.config, *used)
 
 
 @torch.compiler.disable

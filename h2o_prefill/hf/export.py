@@ -13,11 +13,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest, fingerprint
 from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists, attend_in_buffers
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
-from h2o_prefill.identity import marks_of, model_text
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
@@ -118,7 +118,6 @@ def describe_package(
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
         end_ids = [] if end_ids is None else [end_ids]
-    marks = marks_of(model, token_text)
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),
@@ -132,7 +131,7 @@ def describe_package(
         h2o_prefill=build_info()["version"],
         torch=str(torch.__version__),
         transformers=transformers.__version__,
-        model_hash=model_text(model, marks),
+        model_hash=fingerprint(model, "" if token_text is None else digest(token_text)),
         tokenizer=tokenizer,
         weights=weights or dtype,
         cpu_features=torch.ops.h2o_prefill.cpu_features().strip(),

@@ -16,19 +16,19 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_prefill import ops
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
 from h2o_prefill.hf.kinds import NAME, LayerForm, LeftOutMask, form_of, switched
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
-from h2o_prefill.identity import Marks, marks_of
+from h2o_prefill.hf.layer import graph
 from h2o_prefill.presets import PRESETS
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
 
-# `context`: the running forward of this thread. `prompt`: what is known of the prompt of which a
-# function that calls the model is under way, `generate` as an example.
+# `context`: the running forward of this thread. `prompt`: the prompt that a function which calls the
+# model, as `generate`, is working on.
 running = threading.local()
 # The running forwards of all threads.
 _contexts: list[ForwardContext] = []
@@ -50,21 +50,18 @@ class EnabledState:
     """The state of one enabled model."""
 
     config: PrefillConfig
-    # Raise where a call would otherwise fall back to dense attention with a warning.
-    strict: bool = False
+    strict: bool = False  # raise where a call would be dense with a warning
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)  # reasons already warned of
-    # Those whose self-attention layers are causal by their masks alone.
+    # Configs whose self-attention layers are causal by their masks alone.
     causal_by_mask: list[Any] = field(default_factory=list)
-    # Whether every layer that can be sparse has a window (sliding, or chunks).
-    only_windows: bool = False
+    only_windows: bool = False  # whether every layer that can be sparse has a window
     # Whether layers with a window need no mask where it holds all keys.
     leaves_window_masks: bool = False
     windows: set[int | None] = field(default_factory=set)  # of layers that need no mask at all
     calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
-    # What `error_rows` measured in each layer for the last prompt, [B, Hkv, 4].
-    errors: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, Tensor] = field(default_factory=dict)  # of the last prompt, [B, Hkv, 4]
     forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
@@ -104,9 +101,10 @@ class EnabledState:
         """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
         return self.config.resolved(self.shortest_sparse_prompt(model), tokens)
 
-    def marks(self, model: Any) -> Marks:
-        """Return what tells the present state of this model from others."""
-        return marks_of(model, self.token_text)
+    @functools.cached_property
+    def tokenizer(self) -> str:
+        """What tells the text of the tokens from others, as fingerprints have it."""
+        return "" if self.token_text is None else digest(self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
         return any(config is hf_config for config, _ in self.previous)
@@ -149,8 +147,7 @@ class StaticCall:
     # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     position: Tensor
     recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
-    # Layers that the graph attended in, and why they had to be dense: empty if by design,
-    # None if they were as the settings say.
+    # Layers of a graph, and why they had to be dense; None if they were as the settings say.
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
 
 
@@ -200,9 +197,6 @@ class ForwardContext:
                 cache.check_usable()
             self.cache = cache
             self.begun = self.past
-            for layer in getattr(cache, "layers", None) or ():
-                if isinstance(layer, ChunkedPrefillLayer):
-                    layer.leave_inference_mode()
 
     def check(self) -> None:
         """Warn of another attention implementation, and of a text too long for the model."""
@@ -259,7 +253,6 @@ class ForwardContext:
         """Return what `lexical_recall` finds for a call, made once for all layers of a device."""
         if self.config.recall == 0:
             return NO_RECALL
-        end = past + new - self.candidates_in(past, new)
 
         def find() -> RecallLists:
             ids, cache = self.input_ids, self.cache
@@ -268,15 +261,15 @@ class ForwardContext:
             if ids is None or ids.shape != (batch, past + new):
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
+            end = past + new - self.candidates_in(past, new)
             prompt = ids[:, :end].to("cpu", torch.int64)
             return ops.lexical_recall(prompt, past, self.config, self.enabled.token_text)
 
         # Some models have sequences of several lengths in a forward, such as bytes and patches.
-        lists = self.shared(("recall", past, new), find)
-        return self.shared(
-            ("recall", past, new, device),
-            lambda: tuple(None if x is None else x.to(device) for x in lists),
-        )
+        key = "recall", past, new
+        lists = self.shared(key, find)
+        moved = lambda: tuple(None if x is None else x.to(device) for x in lists)  # noqa: E731
+        return self.shared((*key, device), moved)
 
     def candidates_in(self, past: int, new: int) -> int:
         """Return how many tokens at the end of a call assisted decoding verifies."""
@@ -300,22 +293,20 @@ class ForwardContext:
         cache = self.cache
         if not failed and not is_traced():
             self._report_short_calls()
-        if isinstance(cache, KeepsTokenIds):
-            if failed:
-                cache.failed = self._has_changed(cache.layers)
-            else:
-                cache.append_token_ids(self.input_ids)
-                if self.enabled.config.is_auto:
-                    cache.min_prefill = self.config.sparse_from
-
-    def _has_changed(self, layers: list[Any]) -> bool:
-        """Return whether some layer of the cache has got tokens in this forward."""
-        # Layers of a recurrence do not count tokens.
-        return any(
-            not isinstance(x, CacheLayerMixin) or x.get_seq_length() != self.begun
-            for x in layers
-            if getattr(x, "is_initialized", True)
-        )
+        if not isinstance(cache, KeepsTokenIds):
+            return
+        if failed:
+            layers: list[Any] = [x for x in cache.layers if getattr(x, "is_initialized", True)]
+            # Layers of a recurrence do not count tokens.
+            lengths = [x.get_seq_length() if isinstance(x, CacheLayerMixin) else -1 for x in layers]
+            cache.failed = any(length != self.begun for length in lengths)
+            return
+        cache.append_token_ids(self.input_ids)
+        if self.was_sparse or not self.begun:
+            cache.settings = self.config.to_string()
+            cache.tokenizer = self.enabled.tokenizer
+        if self.enabled.config.is_auto:
+            cache.min_prefill = self.config.sparse_from
 
     def _report_short_calls(self) -> None:
         """Report a prompt whose calls were all too short to be sparse."""

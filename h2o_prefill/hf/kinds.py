@@ -28,25 +28,17 @@ SHARED_KEYS = "layers that share the keys of another layer are not supported"
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 
 
-def heads_by_layer(model: Any) -> list[int]:
-    """Return the KV heads of each decoder layer, as a model's config has them; none if unknown."""
+def count_heads(model: Any) -> tuple[int, int]:
+    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    names = "num_hidden_layers", "num_key_value_heads", "num_attention_heads"
-    layers, heads, query_heads = (getattr(config, name, None) for name in names)
-    if not layers:
-        return []
-    heads = heads or query_heads or 1
-    if isinstance(heads, int):
-        return [heads] * (layers if isinstance(layers, int) else max(layers))
-    return [number or 0 for number in heads]  # a layer without attention has none
-
-
-def count_heads(model: Any) -> tuple[int, int]:
-    """Return the decoder layers of a model and the most KV heads of a layer; 1 where unknown."""
-    heads = heads_by_layer(model) or [1]
-    return len(heads), max(heads)
+    names = "num_key_value_heads", "num_attention_heads"
+    heads = next((x for name in names if (x := getattr(config, name, None))), 1)
+    layers = getattr(config, "num_hidden_layers", None) or 1
+    if not isinstance(heads, int):  # one number a layer, none for one without attention
+        return len(heads), max(number or 0 for number in heads)
+    return layers if isinstance(layers, int) else max(layers), heads
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:

@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill._library import build_info
 from h2o_prefill.hf.cache import ChunkedPrefillCache, adopt, cache_argument
-from h2o_prefill.session_file import checksum
 
 OTHER_CACHE = (
     "cache must be one that this model has filled as a stage of a pipeline while it was enabled, "
@@ -143,11 +142,6 @@ def _spreads_keys(model: nn.Module) -> bool:
         for name, parameter in model.named_parameters()
         if any(f".{projection}." in name for projection in _OF_KEYS)
     )
-
-
-def digest(tensor: Tensor | None) -> str:
-    """Return what tells one tensor from another."""
-    return "none" if tensor is None else f"{list(tensor.shape)} {checksum(tensor) % 2**64:016x}"
 
 
 def versions() -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
@@ -23,7 +24,6 @@ from h2o_prefill.hf.kinds import moving_rope
 from h2o_prefill.hf.parallel import (
     Stage,
     StageCache,
-    digest,
     layers_here,
     new_cache,
     versions,

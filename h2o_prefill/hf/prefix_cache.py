@@ -8,19 +8,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
+from h2o_prefill.fingerprint import fingerprint
+from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, RecurrentLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, LayerState, RecurrentLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill, read_prompt
-from h2o_prefill.identity import Origin
-from h2o_prefill.state import Checkpoint, PrefillState
-
-# Tokens that a found cache has room for, beyond its own and the rest of the prompt.
-_ROOM = 256
 
 # Layers whose rows of a chunk can be told from others, or that are small: those that keep all keys
 # beside a recurrence are neither.
@@ -31,9 +29,9 @@ _STORED = (ChunkedPrefillLayer, DynamicSlidingWindowLayer, RecurrentLayer)
 class _Chunk:
     """What a call of one chunk, after others, left in the layers of a cache."""
 
-    # For each layer its keys and values [1, Hkv, S, D], and its state after them if it has one; or
-    # the whole layer, where it is of another kind.
-    layers: list[Any]
+    # For each layer its keys and values [1, Hkv, S, D], the tokens that have scores, and what the
+    # next chunk needs of them (`LayerState.checkpoint`); or all of the layer, of another kind.
+    layers: list[tuple[Any, ...] | dict[str, Any]]
     nbytes: int
 
 
@@ -61,9 +59,9 @@ class PrefixCache:
         if not max_bytes >= 0:
             raise ValueError(f"max_bytes must be >= 0, got {max_bytes}")
         self.max_bytes = max_bytes
-        # By what is before them (an `Origin`, or a chunk) and their ids; the least recently used
-        # first, and each before the one that it follows.
-        self._chunks: OrderedDict[tuple[Origin | _Chunk, bytes], _Chunk] = OrderedDict()
+        # By what is before them (what they were prefilled with, or a chunk) and their ids; the
+        # least recently used first, and each before the one that it follows.
+        self._chunks: OrderedDict[tuple[Any, bytes], _Chunk] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -105,37 +103,40 @@ class PrefixCache:
         if input_ids.shape[0] != 1:
             raise ValueError(f"input_ids must be [1, T], got {list(input_ids.shape)}")
         input_ids = input_ids.long()
-        cache = ChunkedPrefillCache(config=model.config, checkpoints=True)
+        cache = ChunkedPrefillCache(config=model.config)
         enabled = enabled_of(model.config)
         if enabled is None:
             return cache, 0
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
         config = enabled.resolve(model, length)
-        now = Origin(weakref.ref(model), config, enabled.marks(model))
+        settings = config.to_string()
+        with_what = _state_of(model, settings, enabled.tokenizer)
         # What follows a dense tail depends on where its call ended.
-        end = 0 if enabled.config.dense_tail else (length - 1) // step * step
+        end = 0 if config.dense_tail else (length - 1) // step * step
         ids = [x.tobytes() for x in input_ids[0, :end].cpu().numpy().reshape(-1, step)]
         with self._lock:
-            chunks = self._use(now, ids)
+            chunks = self._use(with_what, ids)
         past = len(chunks) * step
         if chunks:
-            cache._origin = now
+            cache.settings, cache.tokenizer = settings, enabled.tokenizer
             cache.min_prefill = config.sparse_from if enabled.config.is_auto else None
             cache._token_ids = [input_ids[:, :past]]
-            _fill(cache, chunks, step, length - past + _ROOM)
+            _fill(cache, chunks)
 
         def keep(done: int, _: int) -> None:
             layers: list[Any] = cache.layers
             if cache.token_ids is not None and all(type(layer) in _STORED for layer in layers):
-                parts = [_part_of(layer, past + done - step) for layer in layers]
-                whole = (vars(part) for part in parts if not isinstance(part, tuple))
-                chunks.append(_Chunk(parts, _bytes_of([*parts, *whole]) + len(ids[0])))
+                begin = past + done - step
+                parts = [_part_of(x, begin, number, settings) for number, x in enumerate(layers)]
+                tensors = (x for x in tree_leaves(parts) if isinstance(x, Tensor))
+                chunks.append(_Chunk(parts, len(ids[0]) + sum(x.nbytes for x in tensors)))
 
         if past < end:
             with announce(enabled, length):
                 new = input_ids[:, past:end]
                 chunked_prefill(model, new, chunks_per_call=1, cache=cache, on_progress=keep)
-            self._put(now, ids, chunks)
+            if with_what == _state_of(model, settings, enabled.tokenizer):
+                self._put(with_what, ids, chunks)
         return cache, past
 
     def clear(self) -> None:
@@ -144,7 +145,7 @@ class PrefixCache:
             self._chunks.clear()
             self._nbytes = 0
 
-    def _use(self, above: Origin | _Chunk, ids: list[bytes]) -> list[_Chunk]:
+    def _use(self, above: Any, ids: list[bytes]) -> list[_Chunk]:
         """Return the stored chunks that a prompt begins with, which are the last used now."""
         keys = []
         for each in ids:
@@ -156,68 +157,55 @@ class PrefixCache:
             self._chunks.move_to_end(key)
         return [self._chunks[key] for key in keys]
 
-    def _put(self, origin: Origin, ids: list[bytes], chunks: list[_Chunk]) -> None:
+    def _put(self, with_what: Any, ids: list[bytes], chunks: list[_Chunk]) -> None:
         """Store the chunks that a prompt begins with."""
-        above: Origin | _Chunk = origin
+        above = with_what
         with self._lock:
             for each, chunk in zip(ids, chunks, strict=False):
                 if (above, each) not in self._chunks:
                     self._chunks[above, each] = chunk
                     self._nbytes += chunk.nbytes
                 above = self._chunks[above, each]
-            self._use(origin, ids)
+            self._use(with_what, ids)
             while self._nbytes > self.max_bytes:
                 self._nbytes -= self._chunks.popitem(last=False)[1].nbytes
 
 
-def _part_of(layer: Any, begin: int) -> Any:
+def _state_of(model: Any, settings: str, tokenizer: str) -> Any:
+    """Return all that makes the keys and values of a text."""
+    kind = model.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if casts else None
+    return weakref.ref(model), fingerprint(model, tokenizer), settings, cast, model.device
+
+
+def _part_of(
+    layer: Any, begin: int, number: int, settings: str
+) -> tuple[Any, ...] | dict[str, Any]:
     """Return what a layer has of its tokens from a position on."""
-    if type(layer) is not ChunkedPrefillLayer or not layer.get_seq_length():
-        return _packed(layer)
-    rows = tuple(x[:, :, begin:].clone() for x in layer.rows())
-    checkpoint = (layer.checkpoints or {}).get(layer.get_seq_length())
-    return rows, checkpoint or (layer.state and layer.state.clone())
+    if type(layer) is not ChunkedPrefillLayer:
+        attributes: dict[str, Any] = tree_map_only(Tensor, torch.clone, vars(layer))
+        return attributes
+    if not layer.get_seq_length():  # It shares the keys of another one.
+        return {}
+    state = layer.synchronized()
+    rows = (x[:, :, begin:].clone() for x in (state.key, state.value))
+    return *rows, state.scored, state.checkpoint(number, settings) if state.scored else None
 
 
-def _bytes_of(values: list[Any]) -> int:
-    """Return the bytes of the tensors in lists, dicts and states, shared ones once."""
-    storages: dict[int, int] = {}
-    left = [*values]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif isinstance(value, (dict, PrefillState, Checkpoint)):
-            left += (value if isinstance(value, dict) else vars(value)).values()
-    return sum(storages.values())
-
-
-def _packed(layer: Any) -> Any:
-    """Return a copy of a whole layer, without room for more tokens."""
-    made = branch_of(layer, room=0)
-    if isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length():
-        made.leave_buffers()
-    elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
-        for name in ("keys", "values"):  # Views of all rows of the last call.
-            setattr(made, name, getattr(layer, name).clone())
-    return made
-
-
-def _fill(cache: ChunkedPrefillCache, chunks: list[_Chunk], step: int, new: int) -> None:
-    """Give an empty cache the tokens of chunks, with room for `new` more."""
+def _fill(cache: ChunkedPrefillCache, chunks: list[_Chunk]) -> None:
+    """Give an empty cache the tokens of chunks."""
     layers: list[Any] = cache.layers
-    for number, parts in enumerate(zip(*(chunk.layers for chunk in chunks), strict=True)):
-        if not isinstance(parts[-1], tuple):
-            layers[number] = branch_of(parts[-1], room=0)
+    for layer, parts in zip(
+        layers, zip(*(chunk.layers for chunk in chunks), strict=True), strict=True
+    ):
+        if isinstance(parts[-1], dict):
+            vars(layer).update(tree_map_only(Tensor, torch.clone, parts[-1]))
             continue
-        layer, state = layers[number], parts[-1][1]
-        if isinstance(state, Checkpoint):
-            state = state.state(len(chunks) * step)
-        elif state is not None:
-            state = state.clone()
-        layer.begin_after([rows for rows, _ in parts], state, new)
-        kept = ((end * step, x) for end, (_, x) in enumerate(parts, 1))
-        layer.checkpoints = {end: x for end, x in kept if isinstance(x, Checkpoint)}
+        keys, values, scored, checkpoint = zip(*parts, strict=True)
+        state = LayerState()
+        state.append(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+        if checkpoint[-1] is not None:
+            last = LayerState.at_checkpoint(scored[-1], *checkpoint[-1])
+            state.set_scores(last.scores, last.memory, last.last_chunk_begin, last.errors)
+        layer.set_state(state)

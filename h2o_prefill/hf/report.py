@@ -94,23 +94,17 @@ class ModelReport:
 
 def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     """Return what each attention layer of a model does; `enabled` is None if it is not enabled."""
-    name = type(model).__name__
+    name, runs = type(model).__name__, None if enabled is None else NAME
+    layers = tuple(_report(module, enabled) for module in attention_layers(model, runs))
     if enabled is None:
-        layers = (_report(x, LayerCalls(), NOT_ENABLED) for x in attention_layers(model, None))
-        return ModelReport(name, "", tuple(layers))
+        return ModelReport(name, "", layers)
     shortest, crossover = None, ""
     if enabled.config.is_auto:
         shortest = enabled.shortest_sparse_prompt(model)
         crossover = crossover_text(enabled.like(model), shortest)
     measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
-    return ModelReport(
-        name,
-        enabled.config.to_string(),
-        tuple(_report_of_enabled(x, enabled) for x in attention_layers(model, NAME)),
-        tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None,
-        shortest,
-        crossover,
-    )
+    kl = tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
+    return ModelReport(name, enabled.config.to_string(), layers, kl, shortest, crossover)
 
 
 def no_model(given: Any) -> ValueError:
@@ -129,32 +123,27 @@ def _is_attention(module: nn.Module) -> bool:
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     """Return the numbered attention layers of a model by number, if they run `implementation`."""
-    found: list[Any] = []
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if (
-            isinstance(getattr(module, "layer_idx", None), int)
-            and _is_attention(module)
-            and hasattr(config, "_attn_implementation")
-            and implementation in (None, config._attn_implementation)
-        ):
-            found.append(module)
-    return sorted(found, key=lambda module: module.layer_idx)
+
+    def fits(module: nn.Module) -> bool:
+        name = getattr(getattr(module, "config", None), "_attn_implementation", "")
+        numbered = isinstance(getattr(module, "layer_idx", None), int) and _is_attention(module)
+        return numbered and name != "" and implementation in (None, name)
+
+    return sorted(filter(fits, model.modules()), key=lambda module: module.layer_idx)
 
 
-def _report(module: Any, calls: LayerCalls, reason: str, error: float | None = None) -> LayerReport:
-    mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
-    return LayerReport(
-        layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts
-    )
-
-
-def _report_of_enabled(module: Any, enabled: EnabledState) -> LayerReport:
-    calls, error = enabled.calls.get(module.layer_idx, LayerCalls()), None
-    if (errors := enabled.errors.get(module.layer_idx)) is not None:
-        total, number = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
-        error = total / number if number else None
-    return _report(module, calls, _why_dense(module, enabled, calls), error)
+def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
+    """Return what a layer does; `enabled` is None if the model is not enabled."""
+    number, kind = module.layer_idx, layer_type(module)
+    calls, reason, error = LayerCalls(), NOT_ENABLED, None
+    if enabled is not None:
+        calls = enabled.calls.get(number, calls)
+        reason = _why_dense(module, enabled, calls)
+        if (errors := enabled.errors.get(number)) is not None:
+            total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
+            error = total / chunks if chunks else None
+    counts = {**asdict(calls), "reason": reason}
+    return LayerReport(number, kind, "dense" if reason else "sparse", error=error, **counts)
 
 
 def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:

@@ -104,7 +104,7 @@ def _is_repeated(call: Call) -> bool:
     layer = call.cache_layer
     if isinstance(layer, StaticPrefillLayer):
         return layer.added is None
-    return layer is not None and layer.state is not None and layer.state.length > call.past
+    return layer is not None and layer.state.scored > call.past
 
 
 def _is_static_elsewhere(call: Call) -> bool:

@@ -17,7 +17,7 @@ def one_call(model, ids, path):
 
 
 def chunks_and_a_file(model, ids, path):
-    chunked_prefill(model, ids[:1]).past_key_values.save(path)
+    chunked_prefill(model, ids[:1]).past_key_values.save(path, model)
     cache = ChunkedPrefillCache.load(path, model)
     assert cache.token_ids.device.type == ids.device.type
     return model(ids[:1, :9], past_key_values=cache).logits

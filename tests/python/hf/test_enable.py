@@ -1,6 +1,7 @@
 """Switching models over and back: never half, never another model's config."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -188,6 +189,28 @@ def test_saving_an_enabled_model_saves_no_trace_of_us(llama, ids, tmp_path):
     assert NAME not in (tmp_path / "config.json").read_text()
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert_close(again(ids).logits, stock, 1e-6)
+
+
+def test_wrappers_of_other_libraries_stay(llama, ids):
+    """As accelerate's: one from before is called and put back, one from after calls on."""
+
+    def wrap():
+        forward = llama.forward
+        wrapper = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+        llama.forward = wrapper
+        return wrapper
+
+    stock, before = llama(ids).logits, wrap()
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+    assert llama.forward is before and not torch.equal(sparse, stock)
+    handle = enable(llama, **SPARSE)
+    after = wrap()
+    assert torch.equal(llama(ids).logits, sparse)
+    handle.disable()
+    assert llama.forward is after and torch.equal(llama(ids).logits, stock)
+    handle.enable()
+    assert torch.equal(llama(ids).logits, sparse)
 
 
 PATIENCE = 20.0  # seconds, far more than any of these takes

@@ -52,9 +52,9 @@ def in_inference_mode(prompt):
 
 
 def saved(prompt):
-    prompt.fill().save(prompt.path)
+    prompt.fill().save(prompt.path, prompt.model)
     cache = ChunkedPrefillCache.load(prompt.path, prompt.model)
-    cache.save(prompt.path)  # although the first file is mapped
+    cache.save(prompt.path, prompt.model)  # although the first file is mapped
     return ChunkedPrefillCache.load(prompt.path, prompt.model)
 
 

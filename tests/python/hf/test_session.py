@@ -1,8 +1,5 @@
 """Session files: of this model and these settings alone; a damaged file is one line."""
 
-import os
-import pickle
-
 import pytest
 import torch
 from hf_helpers import (
@@ -17,7 +14,9 @@ from hf_helpers import (
     new_cache,
 )
 
-from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, PrefixCache, enable
+from h2o_prefill.fingerprint import fingerprint
+from h2o_prefill.session import Session
 
 CHARACTERS = {**RECALL, "recall_characters": 3}
 
@@ -34,7 +33,7 @@ def save(ids, path):
     def save(model):
         cache = new_cache(model)
         in_calls(model, cache, ids, (64, 1, 1, 6))
-        cache.save(path)
+        cache.save(path, model)
         return cache
 
     return save
@@ -44,34 +43,42 @@ def test_unknown_ids_stay_unknown(llama, ids, path):
     with enable(llama, **H2O):
         cache = new_cache(llama)
         llama(inputs_embeds=llama.get_input_embeddings()(ids), past_key_values=cache)
-        cache.save(path)
+        cache.save(path, llama)
     assert ChunkedPrefillCache.load(path, llama).token_ids is None
 
 
 def test_caches_without_a_session(llama, make_ids, path):
-    message = "used by an enabled model"
-    for cache in (new_cache(llama), ChunkedPrefillCache()):
-        with pytest.raises(ValueError, match=message):
-            cache.save(path)
-    ids = make_ids(2, 40)
+    cache = new_cache(llama)
+    with pytest.raises(ValueError, match="filled by an enabled model"):
+        cache.save(path, llama)
     with enable(llama, **SPARSE):
-        cache = new_cache(llama)
-        llama(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match=message):
-            pickle.loads(pickle.dumps(cache)).save(path)
+        llama(make_ids(2, 40), past_key_values=cache)
+        with pytest.raises(OSError, match="directory"):
+            cache.save(path.parent, llama)
         cache.layers[1].crop(-1)
         with pytest.raises(ValueError, match="the same tokens in every layer"):
-            cache.save(path)
-        cache.reset()
+            cache.save(path, llama)
+        cache.crop(-39)
         with pytest.raises(ValueError, match="at least one"):
-            cache.save(path)
-        assert not path.exists()
-        llama(ids, past_key_values=cache)
-        cache.save(path)
-        os.mkfifo(path.with_name("pipe"))
-        for wrong, message in ((path.with_name("pipe"), "regular file"), (path.parent, "folder")):
-            with pytest.raises(ValueError, match=message):
-                cache.save(wrong)
+            cache.save(path, llama)
+    assert not path.exists()
+
+
+def test_contexts_of_cpp_have_the_same_files(build, ids, path, save):
+    model = build("qwen3").bfloat16()
+    with enable(model, **EVERYTHING):
+        cache = save(model)
+    native, layers = PrefillConfig.parse(cache.settings).native, len(cache.layers)
+    context = torch.classes.h2o_prefill.PrefillContext(layers, 100, native)
+    context.load(str(path), fingerprint(model))
+    assert torch.equal(context.token_ids(), cache.token_ids)
+    other = path.with_name("other")
+    context.save(str(other), fingerprint(model))
+    loaded = ChunkedPrefillCache.load(other, model)
+    for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
+        assert all(map(torch.equal, ours.state.tensors(), theirs.state.tensors()))
+    with pytest.raises(ValueError, match="must be of this model: x must be none, got"):
+        context.load(str(path), "x=1")
 
 
 def test_other_settings_are_refused(llama, path, save):
@@ -210,7 +217,7 @@ def test_a_prompt_of_two_settings_has_those_that_built_its_state(
         llama(prompt[:, 70 : 70 + length], past_key_values=cache)
         sparse = handle.report().layers[1].sparse_calls
         settings.append(handle.config.to_string())
-    cache.save(path)
+    cache.save(path, llama)
     assert cache.settings == settings[1 if sparse else 0]
     with enable(llama, cache.settings):
         loaded = ChunkedPrefillCache.load(path, llama)
@@ -219,17 +226,30 @@ def test_a_prompt_of_two_settings_has_those_that_built_its_state(
         assert torch.equal(ours, theirs)
 
 
+CHANGES = {
+    "settings": "not\none line",
+    "fingerprint": "another",
+    "token_ids": torch.zeros(1, 71, dtype=torch.long),
+    "layers": [torch.classes.h2o_prefill.LayerState(False)] * 2,
+}
+
+
 def test_what_is_no_session_is_one_line(llama, path, save):
-    with pytest.raises(FileNotFoundError, match=r"cannot read .*No such file"):
+    with pytest.raises(FileNotFoundError, match="No such file"):
         ChunkedPrefillCache.load(path, llama)
-    with pytest.raises(ValueError, match="it is a folder"):
+    with pytest.raises(ValueError, match="cannot be read"):
         ChunkedPrefillCache.load(path.parent, llama)
     with enable(llama, **RECALL):
-        save(llama)
-    whole = path.read_bytes()
-    middle = len(whole) // 2
+        cache = save(llama)
+    whole, wrong = path.read_bytes(), [b"", b"text"]
+    for name, value in CHANGES.items():
+        Session.load(path)._replace(**{name: value}).save(path)
+        wrong.append(path.read_bytes())
+        path.write_bytes(whole)
+    torch.save({"weight": torch.zeros(3)}, path)
+    middle = whole.index(cache.layers[0].keys.contiguous().numpy().tobytes()) + 100
     damaged = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for wrong in (damaged, whole[:-9], whole[:100], whole[9:], b"", b"\0" * 5000):
-        path.write_bytes(wrong)
-        with pytest.raises(ValueError, match=f"^session '{path}' cannot be[^\n]+$"):
+    for content in (*wrong, path.read_bytes(), damaged, whole[:middle]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^session '{path}' cannot be (read|used): [^\n]+$"):
             ChunkedPrefillCache.load(path, llama)
