@@ -7,7 +7,6 @@ set(H2O_HOST_SOURCES
     bindings/register_layer_state.cpp
     bindings/register_runtime.cpp
     common/atomic_file.cpp
-    common/checkpoint.cpp
     common/checks.cpp
     common/checksum.cpp
     common/config.cpp
@@ -24,6 +23,7 @@ set(H2O_HOST_SOURCES
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp
+    core/session.cpp
     core/session_file.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-
-from h2o_prefill._errors import native_errors
-
-_File = torch.classes.h2o_prefill.AtomicFile
 
 
 @contextlib.contextmanager
@@ -24,21 +19,20 @@ def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(target).expanduser()
     try:
-        # The native class would follow /dev/stdout to the name of a pipe that no path leads to.
         if path.exists() and not path.is_file():
             yield path
             return
-        with native_errors():
-            file = _File(os.fspath(path))
+        path = path.resolve()
+        scratch = path.with_name(f".{path.stem[:100]}.{secrets.token_hex(4)}{path.suffix[:100]}")
+        scratch.touch(exist_ok=False)
         try:
-            yield Path(file.scratch())
-            with native_errors():
-                file.commit()
+            if path.exists():
+                scratch.chmod(path.stat().st_mode)
+            yield scratch
+            scratch.replace(path)
         finally:
-            file.discard()
+            scratch.unlink(missing_ok=True)
     except OSError as error:
         # The error names what the user asked for, not the temporary file.
-        if "cannot write" in str(error):
-            raise
         why = error.strerror or str(error)
         raise OSError(error.errno, f"cannot write {str(target)!r}: {why}") from error

@@ -186,8 +186,6 @@ void register_cache(torch::Library& m) {
            "Return the tokens that a layer may hold at most.")
       .def("truncate", &ChunkedKVCache::truncate,
            "Drop every token after the first `length` of every layer.", {arg("length")})
-      .def("truncate_layer", &ChunkedKVCache::truncate_layer,
-           "Drop every token after the first `length` of a layer.", {arg("layer"), arg("length")})
       .def("reset", &ChunkedKVCache::reset, "Forget all tokens; the buffers stay allocated.");
   add_state(cls);
 }
@@ -224,10 +222,8 @@ void register_tracker(torch::Library& m) {
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")
       .def("memory_size", &MemorySetTracker::memory_size,
            "Return the positions that a memory set of a layer holds at most.", {arg("layer") = 0})
-      .def("local_window", &MemorySetTracker::local_window, "Return L of a layer.",
-           {arg("layer") = 0})
-      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H of a layer.",
-           {arg("layer") = 0})
+      .def("local_window", &MemorySetTracker::local_window, "Return L.")
+      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H.")
       .def("sink_tokens", &MemorySetTracker::sink_tokens, "Return K.")
       .def("length", &MemorySetTracker::length, "Return the positions that have scores.",
            {arg("layer")})
@@ -316,8 +312,7 @@ void register_context(torch::Library& m) {
       .def("checkpoint_before", &PrefillContext::checkpoint_before,
            "Return the last length, up to this one, to which truncate is exact.", {arg("length")})
       .def("truncate", &PrefillContext::truncate,
-           "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
-           {arg("length")})
+           "Drop all tokens after the first `length`; exact at a checkpoint.", {arg("length")})
       .def("reset", &PrefillContext::reset, "Forget the prompt; the buffers stay allocated.")
       .def("config", of(&PrefillContext::config), "Return the settings.")
       .def("cache", of(&PrefillContext::cache), "Return keys and values.")
@@ -330,10 +325,10 @@ void register_context(torch::Library& m) {
           },
           "Return the ids of the tokens so far, int64 [B, length]; None if some are not known.")
       .def("save", &PrefillContext::save,
-           "Write the prompt into a session file; model: the hash of the model.",
-           {arg("path"), arg("model")})
+           "Write the prompt into a session file; fingerprint: of the model.",
+           {arg("path"), arg("fingerprint")})
       .def("load", &PrefillContext::load, "Replace the prompt by a session file's.",
-           {arg("path"), arg("model"), arg("verify") = true});
+           {arg("path"), arg("fingerprint")});
   add_state(cls);
 }
 

@@ -128,7 +128,9 @@ void register_layer_state(torch::Library& m) {
       .def("repeat", &LayerState::repeat, "Repeat each row of the batch.", {arg("repeats")})
       .def("to", &LayerState::to, "Move all tensors to a device.", {arg("device")})
       .def("clone", &LayerState::clone, "Return an independent copy.")
-      .def("tensors", &LayerState::tensors, "Return everything as plain tensors: copies.")
+      .def(
+          "tensors", [](const State& self) { return self->tensors(); },
+          "Return everything as plain tensors: copies.")
       .def_static("from_tensors", &LayerState::from_tensors,
                   "Build a state from what tensors() returned.")
       .def_pickle([](const State& self) { return self->tensors(); },

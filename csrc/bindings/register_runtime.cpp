@@ -89,9 +89,8 @@ void register_package_session(torch::Library& m) {
       .def("state", of(&PackageSession::state),
            "Return the tensors of the state, which change with every call.")
       .def("save", of(&PackageSession::save), "Write the text into a session file.", {arg("path")})
-      .def("load", of(&PackageSession::load),
-           "Replace the text by a session file's; verify its checksum.",
-           {arg("path"), arg("verify") = true});
+      .def("load", of(&PackageSession::load), "Replace the text by a session file's.",
+           {arg("path")});
 }
 
 using Tensors = c10::Dict<std::string, at::Tensor>;

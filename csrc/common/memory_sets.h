@@ -36,6 +36,11 @@ at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t
                        int64_t chunk_end, const MemoryBudget& budget,
                        const std::vector<int32_t>& factors, int64_t width);
 
+// Scores [B, Hkv, any] of the positions of memory sets [B, Hkv, M]; 0 where those are -1.
+inline at::Tensor scores_of_sets(const at::Tensor& scores, const at::Tensor& memory) {
+  return gather_rows(scores.unsqueeze(3), memory).squeeze(3);
+}
+
 // Returns the set that the next chunk after a state attends to, int32 [B, Hkv, K + L + H], with the
 // budget of the head whose budget is largest.
 at::Tensor next_memory(const PrefillState& state, const PrefillConfig& settings);

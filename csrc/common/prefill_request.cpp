@@ -16,7 +16,6 @@
 #include <tuple>
 #include <vector>
 
-#include "common/checkpoint.h"
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/rules.h"

@@ -1,10 +1,6 @@
 #include "h2o_prefill/chunked_sparse_attention.h"
 
-#include <ATen/ops/empty.h>
-
-#include "common/prefill_request.h"
 #include "common/rules.h"
-#include "common/tensors.h"
 #include "h2o_prefill/library.h"
 
 namespace h2o_prefill {
@@ -25,15 +21,14 @@ void check_query(const at::Tensor& query, const at::Tensor& key) {
 }
 
 void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config, int64_t layer) {
-  const PrefillConfig here = config.of_layer(layer);
-  TORCH_CHECK_VALUE(tracker.local_window(layer) == here.local_window &&
-                        tracker.heavy_budget(layer) == here.heavy_budget &&
-                        tracker.memory_size(layer) == here.memory_size() &&
-                        tracker.sink_tokens() == here.sink_tokens,
+  TORCH_CHECK_VALUE(tracker.local_window() == config.local_window &&
+                        tracker.heavy_budget() == config.heavy_budget &&
+                        tracker.sink_tokens() == config.sink_tokens &&
+                        tracker.memory_size(layer) == config.of_layer(layer).memory_size(),
                     "tracker must have local_window, heavy_budget and sink_tokens of the config (",
-                    here.local_window, ", ", here.heavy_budget, ", ", here.sink_tokens,
-                    ") in layer ", layer, ", got (", tracker.local_window(layer), ", ",
-                    tracker.heavy_budget(layer), ", ", tracker.sink_tokens(), ")");
+                    config.local_window, ", ", config.heavy_budget, ", ", config.sink_tokens,
+                    ") in layer ", layer, ", got (", tracker.local_window(), ", ",
+                    tracker.heavy_budget(), ", ", tracker.sink_tokens(), ")");
 }
 
 }  // namespace
@@ -55,40 +50,30 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
                     "tracker must have the layers of cache (", cache->num_layers(), "), got ",
                     tracker->num_layers());
   check_query(query, key);
-  const int64_t past = cache->length(layer);
-  const int64_t length = query.size(2);
-  const bool sparse =
-      length > 0 && config_.is_sparse(layer, past, length) && fits_window(window, past + length);
+  check_budgets(*tracker, config_, layer);
+  LayerState& state = *cache->state(layer);
+  const int64_t past = state.length();
   TORCH_CHECK_VALUE(tracker->length(layer) <= past,
                     "tracker must belong to the prompt of cache, which holds ", past,
                     " tokens of layer ", layer, ", got scores of ", tracker->length(layer));
-  if (sparse) {
-    check_budgets(*tracker, config_, layer);
-    if (config_.recall > 0 && !recall.offsets.defined()) {
-      TORCH_WARN_ONCE(
-          "h2o_prefill: recall is off in a sparse call without recall lists: they come from "
-          "lexical_recall, or from a PrefillContext that knows the token ids");
-    }
+  if (config_.recall > 0 && !recall.offsets.defined() &&
+      config_.is_sparse(layer, past, query.size(2))) {
+    TORCH_WARN_ONCE(
+        "h2o_prefill: recall is off in a sparse call without recall lists: they come from "
+        "lexical_recall, or from a PrefillContext that knows the token ids");
   }
-
-  PrefillBuffers buffers;
-  std::tie(buffers.key, buffers.value) = cache->reserve(layer, key, value);
-  std::tie(buffers.scores, buffers.memory, buffers.errors) =
-      tracker->reserve(layer, key, sparse ? buffers.key.size(2) : 0);
-  const auto position = at::empty({2}, at::kLong);
-  position.mutable_data_ptr<int64_t>()[0] = past;
-  position.mutable_data_ptr<int64_t>()[1] = tracker->last_chunk_begin(layer);
-  const int64_t chunks = sparse ? length / config_.chunk_size : 0;
-  const Checkpoints kept = tracker->reserve_checkpoints(layer, past, chunks);
-  auto out =
-      prefill_attention_(query, key, value, buffers, position, layer, settings_, recall, scale,
-                         /*sinks=*/std::nullopt, /*softcap=*/0.0, window, kept);
-  cache->commit(layer, length);
-  if (sparse) {
-    tracker->commit(layer, past + length, config_.last_chunk_begin(past, length));
-    tracker->keep_checkpoints(layer, past, config_.chunk_size, kept);
+  const auto [keys, values] = state.append(key, value);
+  try {
+    return tracker->layer(layer)->attend_history(query, keys, values,
+                                                 {.layer = layer,
+                                                  .settings = settings_,
+                                                  .scale = scale,
+                                                  .recall = recall,
+                                                  .window = window});
+  } catch (...) {
+    state.truncate(past);
+    throw;
   }
-  return out;
 }
 
 }  // namespace h2o_prefill

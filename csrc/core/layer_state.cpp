@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <iterator>
 
-#include "common/checkpoint.h"
 #include "common/checks.h"
 #include "common/memory_sets.h"
 #include "common/prefill_request.h"
@@ -52,7 +51,7 @@ bool fits(const at::Tensor& buffer, const at::Tensor& t) {
          buffer.device() == t.device();
 }
 
-void check_fits(const char* name, const at::Tensor& buffer, const at::Tensor& t) {
+void check_like(const char* name, const at::Tensor& buffer, const at::Tensor& t) {
   TORCH_CHECK_VALUE(fits(buffer, t), name, " must be like the earlier ones, [", buffer.size(0),
                     ", ", buffer.size(1), ", *, ", buffer.size(3), "] ",
                     dtype_name(buffer.scalar_type()), " on ", buffer.device(), ", got ",
@@ -85,6 +84,66 @@ LayerState::LayerState(bool checkpoints, int64_t initial_capacity, int64_t max_c
                     initial_capacity, "), got ", max_capacity);
 }
 
+c10::intrusive_ptr<LayerState> LayerState::of_buffers(const PrefillBuffers& buffers) {
+  auto state = c10::make_intrusive<LayerState>();
+  state->key_ = buffers.key;
+  state->value_ = buffers.value;
+  state->scores_ = buffers.scores;
+  state->memory_ = buffers.memory;
+  state->errors_ = buffers.errors;
+  state->initial_capacity_ = state->max_capacity_ = state->capacity();
+  return state;
+}
+
+void LayerState::commit(int64_t past, int64_t length, bool is_sparse, int64_t last_chunk_begin) {
+  length_ = length;
+  scored_ = is_sparse ? length : std::min(scored_, past);
+  last_chunk_begin_ = last_chunk_begin;
+  checkpoints_.erase(checkpoints_.upper_bound(past), checkpoints_.end());
+}
+
+void LayerState::check_fits(const LayerState& other) const {
+  const auto check = [](const char* name, const at::Tensor& buffer, const at::Tensor& x) {
+    bool fits = !x.defined() || (buffer.dim() == x.dim() && buffer.dtype() == x.dtype());
+    for (int64_t i = 0; fits && x.defined() && i < x.dim(); ++i) {
+      fits = i == 2 ? x.size(i) <= buffer.size(i) : x.size(i) == buffer.size(i);
+    }
+    TORCH_CHECK_VALUE(fits, name, " must fit ", describe(buffer), ", got ", describe(x));
+  };
+  TORCH_CHECK_VALUE(other.key_.defined() && other.scored_ <= other.length_,
+                    "the state must have the keys of all tokens");
+  check("key", key_, other.key());
+  check("value", value_, other.value());
+  check("memory", memory_, other.memory());
+}
+
+void LayerState::copy_from(const LayerState& other) {
+  check_fits(other);
+  truncate(0);
+  const StateGuard guard;
+  const auto copy = [](const at::Tensor& buffer, const at::Tensor& x) {
+    if (x.defined()) buffer.narrow(2, 0, x.size(2)).copy_(x);
+  };
+  copy(key_, other.key());
+  copy(value_, other.value());
+  scores_.zero_();
+  memory_.fill_(-1);
+  errors_.zero_();
+  copy(scores_, other.scores());
+  copy(memory_, other.memory());
+  copy(errors_, other.errors());
+  length_ = other.length_;
+  scored_ = other.scored_;
+  last_chunk_begin_ = other.last_chunk_begin_;
+  checkpoints_ = other.checkpoints_;  // never written to
+}
+
+void LayerState::configure(bool checkpoints, int64_t max_capacity) {
+  keeps_checkpoints_ = checkpoints;
+  max_capacity_ = max_capacity;
+  if (!checkpoints) checkpoints_.clear();
+}
+
 at::Tensor LayerState::in_use(const at::Tensor& buffer, int64_t length) {
   return buffer.defined() ? buffer.narrow(2, 0, length) : buffer;
 }
@@ -93,8 +152,8 @@ std::tuple<at::Tensor, at::Tensor> LayerState::append(const at::Tensor& key,
                                                       const at::Tensor& value) {
   check_new_tokens(key, value);
   if (length_ > 0) {
-    check_fits("key", key_, key);
-    check_fits("value", value_, value);
+    check_like("key", key_, key);
+    check_like("value", value_, value);
   }
   const int64_t added = key.size(2), total = length_ + added;
   TORCH_CHECK_VALUE(total <= max_capacity_, "max_capacity must be >= ", total,
@@ -354,7 +413,7 @@ c10::intrusive_ptr<LayerState> LayerState::clone() const {
   return copy;
 }
 
-std::vector<at::Tensor> LayerState::tensors() const {
+std::vector<at::Tensor> LayerState::tensors(bool copies) const {
   const StateGuard guard;
   std::vector<int64_t> header(Header::kFields);
   header[Header::kLength] = length_;
@@ -365,10 +424,11 @@ std::vector<at::Tensor> LayerState::tensors() const {
   header[Header::kHasKeys] = key_.defined();
   header[Header::kKeepsCheckpoints] = keeps_checkpoints_;
   std::vector<at::Tensor> tensors(1);
-  if (key_.defined()) tensors.insert(tensors.end(), {packed(key()), packed(value())});
+  if (key_.defined()) tensors.insert(tensors.end(), {key(), value()});
   if (has_scores()) {
-    tensors.insert(tensors.end(), {packed(scores()), packed(memory_), packed(errors_)});
+    tensors.insert(tensors.end(), {scores(), memory_, errors_});
   }
+  if (copies) std::transform(tensors.begin() + 1, tensors.end(), tensors.begin() + 1, packed);
   std::vector<at::Tensor> memory, scores, errors;
   for (const auto& [length, x] : checkpoints_) {
     header.insert(header.end(), {length, x.memory.size(2)});
@@ -384,7 +444,7 @@ std::vector<at::Tensor> LayerState::tensors() const {
 }
 
 c10::intrusive_ptr<LayerState> LayerState::from_tensors(const std::vector<at::Tensor>& tensors) {
-  StateReader read(tensors, Header::kFields, /*layer_fields=*/2);
+  StateReader read(tensors, Header::kFields, /*record_fields=*/2);
   auto state = c10::make_intrusive<LayerState>(read.field(Header::kKeepsCheckpoints) != 0,
                                                read.field(Header::kInitialCapacity),
                                                read.field(Header::kMaxCapacity));
@@ -392,28 +452,25 @@ c10::intrusive_ptr<LayerState> LayerState::from_tensors(const std::vector<at::Te
   const int64_t length = read.field(Header::kLength), scored = read.field(Header::kScored);
   check_between("length", length, 0, state->max_capacity_);
   if (read.field(Header::kHasKeys) != 0) {
-    const at::Tensor* const of_tokens = read.take(2, "key and value");
+    const auto of_tokens = read.take(2, "key and value");
     state->set_keys(of_tokens[0], of_tokens[1]);
     check_size("key", of_tokens[0], 2, length, "the length");
   }
   state->length_ = length;
   if (scored != 0) {
-    const at::Tensor* const sparse = read.take(3, "scores, memory and errors");
+    const auto sparse = read.take(3, "scores, memory and errors");
     state->set_scores({sparse[0], sparse[1], read.field(Header::kLastChunkBegin), sparse[2]});
     check_size("scores", sparse[0], 2, scored, "the tokens that have scores");
-    if (state->key_.defined()) {
-      check_per_kv_head("scores", sparse[0], state->key_, accumulate_type(state->key_), "key");
-    }
   }
-  if (read.num_layers() > 0) {
-    const at::Tensor* const all = read.take(3, "checkpoints");
+  if (read.num_records() > 0) {
+    const auto all = read.take(3, "checkpoints");
     TORCH_CHECK_VALUE(state->has_scores(), "checkpoints must come with scores, got none");
     check_per_kv_head("checkpoint_memory", all[0], state->scores_, at::kInt, "scores");
     check_per_kv_head("checkpoint_scores", all[1], state->scores_, state->scores_.scalar_type(),
                       "scores");
     check_per_kv_head("checkpoint_errors", all[2], state->scores_, at::kFloat, "scores");
-    for (int64_t i = 0, begin = 0; i < read.num_layers(); ++i) {
-      const int64_t tokens = read.layer(i)[0], width = read.layer(i)[1];
+    for (int64_t i = 0, begin = 0; i < read.num_records(); ++i) {
+      const int64_t tokens = read.record(i, 0), width = read.record(i, 1);
       check_between("the tokens of a checkpoint", tokens, 1, scored);
       check_between("the width of a checkpoint", width, 0, state->memory_.size(2));
       const auto part = [&](size_t tensor, int64_t first, int64_t count) {

@@ -8,30 +8,18 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/checkpoint.h"
 #include "common/rules.h"
+#include "core/session.h"
 #include "h2o_prefill/crossover.h"
-#include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
 namespace {
 
 // The state: token ids, position, then these of each layer.
 constexpr size_t kIds = 0, kPosition = 1, kFirstLayer = 2, kOfLayer = 5;
-constexpr const char* kNames[kOfLayer] = {"key", "value", "scores", "memory", "errors"};
 
 // Chunks of a call of prefill(), as of Python's chunked_prefill.
 constexpr int64_t kChunksOfCall = 4;
-
-// A layer's tensor up to the first tokens; memory set and errors are of all.
-at::Tensor used(const at::Tensor* of_layer, size_t i, int64_t tokens) {
-  return i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
-}
-
-StateBuffers state_of(const std::vector<at::Tensor>& state, int64_t layer) {
-  const at::Tensor* const of_layer = &state[kFirstLayer + layer * kOfLayer];
-  return {of_layer[2], of_layer[3], of_layer[4]};
-}
 
 bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& sequence) {
   return !sequence.empty() && sequence.size() <= tokens.size() &&
@@ -51,9 +39,12 @@ int64_t find_continuation(const int64_t* ids, int64_t length) {
 }  // namespace
 
 PackageSession::PackageSession(std::shared_ptr<const Package> package, bool checkpoints)
-    : package_(std::move(package)),
-      state_(package_->new_state()),
-      keeps_checkpoints_(checkpoints) {}
+    : package_(std::move(package)), state_(package_->new_state()), keeps_checkpoints_(checkpoints) {
+  for (size_t i = kFirstLayer; i < state_.size(); i += kOfLayer) {
+    layers_.push_back(LayerState::of_buffers(
+        {state_[i], state_[i + 1], state_[i + 2], state_[i + 3], state_[i + 4]}));
+  }
+}
 
 PackageSession::~PackageSession() = default;
 
@@ -65,42 +56,24 @@ int64_t PackageSession::last_chunk_begin() const {
   return state_[kPosition].const_data_ptr<int64_t>()[1];
 }
 
-void PackageSession::place(int64_t length, int64_t last_chunk_begin) {
-  state_[kPosition].copy_(at::tensor({length, last_chunk_begin}, at::kLong));
-  scored_ = std::min(scored_, length);
-  checkpoints_.erase(checkpoints_.upper_bound(length), checkpoints_.end());
+void PackageSession::place(int64_t length) {
+  // The layers that are dense have no last chunk.
+  int64_t begin = 0;
+  for (const auto& layer : layers_) begin = std::max(begin, layer->last_chunk_begin());
+  state_[kPosition].copy_(at::tensor({length, begin}, at::kLong));
 }
 
-void PackageSession::reset() { place(0, 0); }
+void PackageSession::reset() { truncate(0); }
 
 int64_t PackageSession::checkpoint_before(int64_t length) const {
-  check_at_least("length", length, 0);
-  length = std::min(length, this->length());
-  if (length >= scored_) return length;
-  return h2o_prefill::checkpoint_before(checkpoints_, length);
+  return h2o_prefill::checkpoint_before(layers_, std::min(length, this->length()));
 }
 
 void PackageSession::truncate(int64_t length) {
   check_at_least("length", length, 0);
-  if (length == 0) return reset();  // whatever a caller has written into the position
-  const int64_t all = this->length();
-  if (length >= all) return;
-  int64_t begin = last_chunk_begin();
-  if (length < scored_) {
-    const auto found = checkpoints_.find(length);
-    const bool exact = found != checkpoints_.end();
-    const int64_t before = begin;
-    for (int64_t layer = 0; layer < package_->info().layers; ++layer) {
-      StateBuffers state = state_of(state_, layer);
-      if (exact) {
-        begin = found->second[layer].last_chunk_begin;
-        restore_(state, length, found->second[layer]);
-      } else {
-        begin = cut_(state, length, all, before);
-      }
-    }
-  }
-  place(length, begin);
+  if (length > 0 && length >= this->length()) return;
+  for (const auto& layer : layers_) layer->truncate(length);
+  place(length);
 }
 
 void PackageSession::check(const at::Tensor& token_ids) const {
@@ -114,16 +87,12 @@ void PackageSession::check_cancelled() {
 at::Tensor PackageSession::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
   const int64_t past = length();
   auto logits = package_->run(token_ids, rows, state_);
-  // Callers may have moved the position.
-  scored_ = std::min(scored_, past);
-  checkpoints_.erase(checkpoints_.upper_bound(past), checkpoints_.end());
-  if (!package_->info().settings.is_sparse_call(past, token_ids.size(1))) return logits;
-  scored_ = length();
-  if (keeps_checkpoints_) {
-    std::vector<Checkpoint>& kept = checkpoints_[scored_];
-    for (int64_t layer = 0; layer < package_->info().layers; ++layer) {
-      kept.push_back(checkpoint_of(state_of(state_, layer), scored_, last_chunk_begin()));
-    }
+  const PrefillConfig& settings = package_->info().settings;
+  for (int64_t i = 0; i < std::ssize(layers_); ++i) {
+    const bool is_sparse = settings.is_sparse(i, past, token_ids.size(1));
+    // Callers may have moved the position.
+    layers_[i]->commit(past, length(), is_sparse, last_chunk_begin());
+    if (is_sparse && keeps_checkpoints_) layers_[i]->keep_checkpoint(settings.of_layer(i));
   }
   return logits;
 }
@@ -156,7 +125,8 @@ at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* do
   // Calls of whole chunks. A rest that would be dense, or decoded, joins the last one. Calls of a
   // prompt that is not worth a sparse call are too short to be one.
   const int64_t length = this->length() - *done + token_ids.size(1);
-  const bool dense = scored_ == 0 && length < shortest_sparse_prompt();
+  const auto has_scores = [](const auto& layer) { return layer->has_scores(); };
+  const bool dense = std::ranges::none_of(layers_, has_scores) && length < shortest_sparse_prompt();
   const int64_t step = dense ? settings.sparse_from() - 1 : kChunksOfCall * settings.chunk_size;
   const int64_t least = dense ? 1 : std::max<int64_t>(settings.sparse_from(), 2);
   const int64_t left = token_ids.size(1) - *done;
@@ -244,83 +214,30 @@ std::vector<int64_t> PackageSession::generate(const at::Tensor& token_ids,
 
 std::unique_ptr<PackageSession> PackageSession::branch() const {
   auto other = std::make_unique<PackageSession>(package_, keeps_checkpoints_);
-  other->scored_ = scored_;
-  other->checkpoints_ = checkpoints_;  // never written to
-  const int64_t tokens = length();
-  other->state_[kIds].narrow(1, 0, tokens).copy_(token_ids());
+  other->state_[kIds].copy_(state_[kIds]);
   other->state_[kPosition].copy_(state_[kPosition]);
-  for (size_t first = kFirstLayer; first < state_.size(); first += kOfLayer) {
-    for (size_t i = 0; i < kOfLayer; ++i) {
-      used(&other->state_[first], i, tokens).copy_(used(&state_[first], i, tokens));
-    }
-  }
+  for (size_t i = 0; i < layers_.size(); ++i) other->layers_[i]->copy_from(*layers_[i]);
   return other;
 }
 
 void PackageSession::save(const std::string& path) const {
   const PackageInfo& info = package_->info();
-  const int64_t tokens = length();
-  check_at_least("length", tokens, 1);
-  SessionFile saved{
-      .model = info.model_hash, .settings = info.settings.to_fields(), .length = tokens};
-  saved.tensors["token_ids"] = token_ids();
-  const int64_t begin = last_chunk_begin();
-  std::vector<int64_t> begins;
-  for (int64_t layer = 0; layer < info.layers; ++layer) {
-    const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];
-    const auto scores = of_layer[2].narrow(2, 0, tokens);
-    const bool scored = begin > 0 || scores.any().item<bool>();
-    begins.push_back(scored ? begin : 0);
-    for (size_t i = 0; i < (scored ? kOfLayer : 2); ++i) {
-      saved.tensors[session_prefix(layer) + kNames[i]] = used(of_layer, i, tokens);
-    }
-  }
-  saved.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
-  write_session_file(path, saved);
+  check_at_least("length", length(), 1);
+  for (const auto& layer : layers_) layer->truncate(length());  // rows of drafts
+  Session{info.settings.to_fields(), info.model_hash, token_ids(), layers_}.write(path);
 }
 
-void PackageSession::load(const std::string& path, bool verify) try {
+void PackageSession::load(const std::string& path) {
   const PackageInfo& info = package_->info();
-  const SessionFile saved = read_session_file(path, verify);
-  const int64_t tokens = saved.length;
-  const auto& tensors = saved.tensors;
-  const auto begins = tensors.at("last_chunk_begin");
-  saved.check(info.model_hash, info.settings, info.layers, info.capacity);
-  TORCH_CHECK_VALUE(tensors.contains("token_ids"), "session must have token ids");
-  package_->check(tensors.at("token_ids"), 0);
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
-  int64_t begin = 0;
-  for (int64_t layer = 0; layer < info.layers; ++layer) {
-    const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];
-    for (size_t i = 0; i < kOfLayer; ++i) {
-      const auto found = tensors.find(session_prefix(layer) + kNames[i]);
-      if (found == tensors.end()) continue;
-      const auto wanted = used(of_layer, i, tokens);
-      TORCH_CHECK_VALUE(found->second.sizes() == wanted.sizes() &&
-                            found->second.scalar_type() == wanted.scalar_type(),
-                        "session must have ", found->first, " like ", describe(wanted), ", got ",
-                        describe(found->second));
-      copies.emplace_back(wanted, found->second);
-    }
-    const int64_t of_this = begins[layer].item<int64_t>();
-    TORCH_CHECK_VALUE(of_this == 0 || begin == 0 || of_this == begin,
-                      "last chunks of all layers must begin together, got ", begin, " and ",
-                      of_this);
-    begin = std::max(begin, of_this);
-  }
-  for (int64_t layer = 0; layer < info.layers; ++layer) {
-    at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];
-    of_layer[2].zero_();
-    of_layer[3].fill_(-1);
-    of_layer[4].zero_();
-  }
-  copies.emplace_back(state_[kIds].narrow(1, 0, tokens), tensors.at("token_ids"));
-  for (const auto& [to, from] : copies) to.copy_(from);
-  checkpoints_.clear();
-  place(tokens, begin);
-  scored_ = tokens;
-} catch (const c10::ValueError& error) {
-  refuse_session(path, error);
+  const Session session =
+      Session::read(path, info.model_hash, info.settings, info.layers, info.capacity);
+  TORCH_CHECK_VALUE(session.token_ids.defined(), "session '", one_line(path),
+                    "' cannot be read: it must have token ids");
+  package_->check(session.token_ids, 0);
+  for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->check_fits(*session.layers[i]);
+  for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->copy_from(*session.layers[i]);
+  state_[kIds].narrow(1, 0, session.length()).copy_(session.token_ids);
+  place(session.length());
 }
 
 }  // namespace h2o_prefill

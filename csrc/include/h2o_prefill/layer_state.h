@@ -32,6 +32,18 @@ class H2O_API LayerState : public torch::CustomClassHolder {
   explicit LayerState(bool checkpoints = false, int64_t initial_capacity = 256,
                       int64_t max_capacity = kMostTokens);
 
+  // The state behind given buffers, as prefill_attention_() takes them, which the caller's calls
+  // fill; commit() counts their tokens. It does not grow.
+  static c10::intrusive_ptr<LayerState> of_buffers(const PrefillBuffers& buffers);
+  // Counts the tokens after a call that ended at `length`; `past`: before it.
+  void commit(int64_t past, int64_t length, bool is_sparse, int64_t last_chunk_begin);
+  // Makes the state a copy of another in the present buffers. Throws c10::ValueError if those do
+  // not fit it; check_fits() alone changes nothing.
+  void check_fits(const LayerState& other) const;
+  void copy_from(const LayerState& other);
+  // Changes whether sparse calls keep checkpoints, and the largest capacity.
+  void configure(bool checkpoints, int64_t max_capacity);
+
   // There are no implicit copies: they share tensors.
   explicit LayerState(const LayerState&) = default;
   LayerState& operator=(LayerState&&) = delete;
@@ -105,9 +117,9 @@ class H2O_API LayerState : public torch::CustomClassHolder {
   // An independent copy, with the same room.
   c10::intrusive_ptr<LayerState> clone() const;
 
-  // The pickled form: an int64 header, then plain tensors, copies of what is in use. from_tensors()
-  // copies all but keys and values, which it does not write to.
-  std::vector<at::Tensor> tensors() const;
+  // The pickled form: an int64 header, then plain tensors of what is in use: copies, or some are
+  // views. from_tensors() copies all but keys and values, which it does not write to.
+  std::vector<at::Tensor> tensors(bool copies = true) const;
   static c10::intrusive_ptr<LayerState> from_tensors(const std::vector<at::Tensor>& tensors);
 
  private:

@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -20,12 +19,11 @@
 #include <vector>
 
 #include "h2o_prefill/export.h"
+#include "h2o_prefill/layer_state.h"
 #include "h2o_prefill/package.h"
 #include "h2o_prefill/sampler.h"
 
 namespace h2o_prefill {
-
-struct Checkpoint;
 
 // prefill() and generate() throw it after cancel().
 class H2O_API Cancelled : public std::runtime_error {
@@ -109,11 +107,10 @@ class H2O_API PackageSession {
   // A session that goes on from the same tokens: a copy.
   std::unique_ptr<PackageSession> branch() const;
 
-  // Writes the text into a session file, or replaces it by a file's (session_file.h), of this
-  // model and these settings; verify: its checksum too. Throws c10::ValueError; the text stays as
-  // it was.
+  // Writes the text into a session file, or replaces it by a file's, of this model and these
+  // settings, as PrefillContext does.
   void save(const std::string& path) const;
-  void load(const std::string& path, bool verify = true);
+  void load(const std::string& path);
 
  private:
   friend class Answer;
@@ -127,13 +124,13 @@ class H2O_API PackageSession {
   int64_t shortest_sparse_prompt() const;
 
   int64_t last_chunk_begin() const;
-  void place(int64_t length, int64_t last_chunk_begin);
+  // Writes the position after `length` tokens.
+  void place(int64_t length);
 
   std::shared_ptr<const Package> package_;
   std::vector<at::Tensor> state_;
+  std::vector<c10::intrusive_ptr<LayerState>> layers_;  // of the tensors in state_
   bool keeps_checkpoints_;
-  std::map<int64_t, std::vector<Checkpoint>> checkpoints_;  // by length, of each layer
-  int64_t scored_ = 0;  // tokens up to the end of the last sparse call
   std::atomic<bool> cancelled_ = false;
 };
 

@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
 
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,7 +52,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // to come, where that is known; default: up to this call's last one. It resolves an open
   // min_prefill; a sparse prompt stays so. Throws c10::ValueError if it is less than the tokens so
   // far with this call's, or more than max_tokens, and if some layers have not attended in the
-  // previous call: truncate(length()) undoes that call.
+  // previous call: reset(), or truncate(), exactly to a checkpoint.
   void begin(const at::Tensor& token_ids, std::optional<int64_t> total_tokens = std::nullopt);
 
   // Begins a call of num_tokens tokens whose ids are unknown. Nothing is recalled from then on,
@@ -61,7 +62,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // Attends with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, Dv] of
   // the call's tokens, after RoPE, once for each layer. Returns [B, Hq, T, Dv]. scale: the softmax
   // scale, default D^-0.5. window: of a layer with a sliding window, >= 1; once the history is
-  // longer, the layer is exact in it. A call that throws leaves the layer as it was.
+  // longer, the layer is exact in it. A call that throws c10::ValueError leaves the layer as it
+  // was.
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                     const at::Tensor& value, std::optional<double> scale = std::nullopt,
                     std::optional<int64_t> window = std::nullopt);
@@ -69,10 +71,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // Number of tokens that all layers hold.
   int64_t length() const;
 
-  // Removes the tokens after the first `length`. A call that some layers have not attended in is
-  // undone first: scores, memory sets and ids are again what they were before its begin(), to the
-  // bit. Exact at a checkpoint; elsewhere the share of a complete call in the scores of earlier
-  // tokens stays (see MemorySetTracker::truncate).
+  // Removes the tokens after the first `length`. Exact at a checkpoint; elsewhere the share of
+  // removed queries in the scores of earlier tokens stays (see LayerState::truncate).
   void truncate(int64_t length);
 
   // The last length, up to this one and the tokens that are there, to which truncate() is exact.
@@ -81,17 +81,19 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // Starts a new prompt; the buffers of keys and values stay allocated.
   void reset();
 
-  // Writes the prompt, after a call in which all layers have attended, into a session file
-  // (session_file.h). model: as SessionFile::model has it.
-  void save(const std::string& path, const std::string& model) const;
+  // Writes the prompt, after a call in which all layers have attended, into a session file: docs/
+  // cpp.md. fingerprint: tells models apart whose keys differ. Throws std::runtime_error if it
+  // cannot be written.
+  void save(const std::string& path, const std::string& fingerprint) const;
 
-  // Replaces the prompt by a session file's; verify: its checksum too. Throws if it is of
-  // another model or of other settings, of other layers or more tokens than the context has room
-  // for, or without the keys that have left a sliding window; the prompt stays as it was.
-  void load(const std::string& path, const std::string& model, bool verify = true);
+  // Replaces the prompt by a session file's. Throws c10::ValueError if the file is no session or is
+  // damaged, of another model or of other settings, of other layers or more tokens than the context
+  // has room for, or without the keys that have left a sliding window; the prompt stays as it was.
+  void load(const std::string& path, const std::string& fingerprint);
 
   // The settings, with min_prefill as it was resolved for the last call.
   const PrefillConfig& config() const { return attention_.config(); }
+  // Views of the layers.
   const c10::intrusive_ptr<ChunkedKVCache>& cache() const { return cache_; }
   const c10::intrusive_ptr<MemorySetTracker>& tracker() const { return tracker_; }
 
@@ -102,7 +104,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // The pickled form: plain tensors. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<PrefillContext> from_tensors(const std::vector<at::Tensor>& tensors);
-  // An independent copy, without checkpoints and the text of tokens.
+  // An independent copy, without the text of tokens.
   c10::intrusive_ptr<PrefillContext> clone() const { return from_tensors(state_tensors()); }
 
  private:
@@ -111,10 +113,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
     int64_t past = 0;
     int64_t num_tokens = 0;
     int64_t prompt_tokens = 0;
-    // The state before the call, as far as the call may change it.
-    bool ids_known = true;
-    std::vector<std::optional<PrefillState>> layers = {};  // before a layer attended sparsely
-    std::optional<int64_t> batch = {};                     // of the token ids
+    bool ids_known = true;              // before the call
+    std::optional<int64_t> batch = {};  // of the token ids
     RecallLists recall = {};
   };
 
@@ -123,20 +123,20 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
                   std::optional<int64_t> batch = std::nullopt);
   // Resolves an open min_prefill for a call with keys like this one.
   void resolve(const at::Tensor& key);
-  // Restores the scores and the memory set that a layer had before the call.
-  void undo(int64_t layer);
-  // Undoes the call under way unless all layers have attended in it.
-  void undo_incomplete_call();
   // The recall lists of the call, on a device.
   const RecallLists& recall_on(const at::Device& device);
 
-  int64_t num_layers() const { return cache_->num_layers(); }
+  void set_layers(std::vector<c10::intrusive_ptr<LayerState>> layers);
+  int64_t num_layers() const { return std::ssize(layers_); }
 
-  PrefillConfig given_;
+  PrefillConfig unresolved_;         // the settings as they came
   std::optional<int64_t> shortest_;  // tokens of a prompt that is sparse, if min_prefill is open
   ChunkedSparseAttention attention_;
-  c10::intrusive_ptr<ChunkedKVCache> cache_;
-  c10::intrusive_ptr<MemorySetTracker> tracker_;
+  int64_t max_tokens_;
+  bool checkpoints_;
+  std::vector<c10::intrusive_ptr<LayerState>> layers_;
+  c10::intrusive_ptr<ChunkedKVCache> cache_;      // of layers_
+  c10::intrusive_ptr<MemorySetTracker> tracker_;  // of layers_
   bool ids_known_ = true;
   at::Tensor ids_;  // [B, capacity] on the CPU; the first ids_length_ columns are known
   int64_t ids_length_ = 0;

@@ -6,6 +6,7 @@
 
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attend_chunk.h"
+#include "kernels/cpu/attend_rows.h"
 #include "kernels/cpu/dense_attention.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/softmax_state.h"

@@ -76,9 +76,12 @@ TEST(Checkpoints, AnInterruptedCallLeavesThem) {
   context.begin(at::arange(32).expand({2, 32}));
   const Qkv x = layers[0].tokens(64, 96);
   context.attend(0, x.q, x.k, x.v);
+  EXPECT_EQ(context.checkpoint_before(64), 64);
   context.truncate(64);
   EXPECT_EQ(context.checkpoint_before(40), 32);
-  run_layers(context, layers, 64, 96);
+  auto straight = checkpointed_context("", true);
+  run_layers(straight, layers, 0, 64);
+  EXPECT_TRUE(same(run_layers(context, layers, 64, 96), run_layers(straight, layers, 64, 96)));
   EXPECT_EQ(context.checkpoint_before(95), 80);
 }
 

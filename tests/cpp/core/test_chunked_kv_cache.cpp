@@ -31,11 +31,12 @@ TEST(ChunkedKVCache, UnlikeEarlierAppendsThrowsAndChangesNothing) {
   const auto x = random_qkv(4, 4, 2);
   ChunkedKVCache cache(2, 8, 16);
   cache.append(0, x.k, x.v);
-  EXPECT_VALUE_ERROR(cache.append(0, x.k.slice(3, 0, 4), x.v),
-                     "key must be like what layer 0 holds, [2, 2, *, 8] float32 on cpu, got [2, 2, "
-                     "4, 4] float32 on cpu");
+  EXPECT_VALUE_ERROR(
+      cache.append(0, x.k.slice(3, 0, 4), x.v),
+      "key must be like the earlier ones, [2, 2, *, 8] float32 on cpu, got [2, 2, 4, 4] "
+      "float32 on cpu");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.slice(3, 0, 4)),
-                          "value must be like what layer 0 holds");
+                          "value must be like the earlier ones");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.to(at::kDouble), x.v.to(at::kDouble)),
                           "got [2, 2, 4, 8] float64 on cpu");
   EXPECT_EQ(cache.length(0), 4);
@@ -94,15 +95,16 @@ TEST(ChunkedKVCache, FromTensorsRefusesWhatIsNoState) {
   const auto good = cache.state_tensors();
   EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({x.k}),
                           "tensors must begin with an int64 header");
-  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({good[0]}),
-                          "tensors must hold key and value of layer 0");
-  EXPECT_VALUE_ERROR_WITH(
-      ChunkedKVCache::from_tensors({good[0], x.k.slice(2, 0, 2), x.v.slice(2, 0, 2)}),
-      "tensors must hold 4 tokens of layer 0, got 2");
-  auto header = good[0].clone();
-  header[2] = 9;  // more tokens than the capacity, 8
-  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({header, good[1], good[2]}),
-                          "got length 9 and capacity 8");
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({good[0]}), "tensors must hold all layers");
+  auto tensors = good;
+  tensors[2] = x.k.slice(2, 0, 2);
+  tensors[3] = x.v.slice(2, 0, 2);
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors(tensors), "key must have the length (4)");
+  tensors = good;
+  tensors[1] = good[1].clone();
+  tensors[1][0] = 17;
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors(tensors),
+                          "length must be in [0, 16], got 17");
 }
 
 TEST(ChunkedKVCache, ErrorsNameArgumentRuleAndValue) {

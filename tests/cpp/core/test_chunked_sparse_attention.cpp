@@ -99,7 +99,7 @@ TEST(ChunkedSparseAttention, WrongArgumentsAreNamedAndChangeNothing) {
   prompt.forward(x);
   const Snapshot before(prompt);
   EXPECT_VALUE_ERROR(prompt.forward(x),
-                     "max_capacity must be >= 80, the tokens of layer 0 after this append, got 70");
+                     "max_capacity must be >= 80, the tokens after this append, got 70");
   EXPECT_VALUE_ERROR(prompt.forward(x, 7), "layer must be in [0, 2), got 7");
   EXPECT_VALUE_ERROR(prompt.forward({x.q[0], x.k, x.v}),
                      "query must have 4 dimensions, got shape [4, 40, 8]");
@@ -108,7 +108,7 @@ TEST(ChunkedSparseAttention, WrongArgumentsAreNamedAndChangeNothing) {
   EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q.clone().requires_grad_(), x.k, x.v}),
                           "query must not require a gradient");
   EXPECT_VALUE_ERROR_WITH(prompt.forward(random_qkv(20, 4, 2, at::kDouble)),
-                          "key must be like what layer 0 holds");
+                          "key must be like the earlier ones");
   before.expect_unchanged(prompt);
 }
 

@@ -58,13 +58,12 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
     tensors.at(index) = tensor;
     EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors(tensors), message);
   };
-  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0]}),
-                          "tensors must hold scores, memory and errors of layer 0");
-  refused(0, good[1], "tensors must begin with an int64 header");
-  refused(1, good[2], "scores must be float32");
-  refused(3, good[3].to(at::kLong), "errors must be float32");
-  refused(3, good[3].flatten(), "errors must have shape [1, 1, 4], got [4]");
-  refused(0, at::tensor({int64_t{0}, int64_t{1}, int64_t{2}, int64_t{2}, int64_t{0}, int64_t{0}}),
+  refused(0, good[2], "tensors must begin with an int64 header");
+  refused(2, good[3], "scores must be float32");
+  refused(3, positions({0, 4, -1}), "memory must be -1 or in [0, 4)");
+  refused(4, good[4].to(at::kLong), "errors must be float32");
+  refused(4, good[4].flatten(), "errors must have shape [1, 1, 4], got [4]");
+  refused(0, at::tensor({int64_t{1}, int64_t{2}, int64_t{0}, int64_t{2}, int64_t{3}, int64_t{4}}),
           "the most members of a memory set must be in [3, 16777216], got 2");
 }
 

