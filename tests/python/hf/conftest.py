@@ -73,7 +73,6 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-window": ("Qwen2ForCausalLM", {**MIXED, "use_sliding_window": True}),
     "gemma2": ("Gemma2ForCausalLM", MIXED),
-    "gemma2-uncapped": ("Gemma2ForCausalLM", {**MIXED, "attn_logit_softcapping": None}),
     "gemma3": ("Gemma3ForCausalLM", MIXED),
     "gpt-oss": ("GptOssForCausalLM", {**MIXED, **MOE}),
     "llama4": ("Llama4ForCausalLM", {**CHUNKED, **MOE}),

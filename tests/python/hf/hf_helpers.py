@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from h2o_prefill import ChunkedPrefillCache, enable, explain, ops
+from h2o_prefill import ChunkedPrefillCache, explain, ops
 
 SPARSE: dict[str, Any] = {
     "chunk_size": 16,
@@ -88,16 +88,6 @@ def stock_copy(cache: Any, config: Any) -> DynamicCache:
     """Return a plain cache with the same keys and values."""
     pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     return DynamicCache(pairs, config=config)
-
-
-def assert_dense(model: Any, reason: str, **inputs: Any) -> None:
-    """Assert that an enabled model warns of a reason here and gives what the stock model gives."""
-    stock = model(**inputs).logits
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason) as caught:
-        ours = model(**inputs).logits
-        assert sum(sparse_rows(model)) == 0
-    assert {warning.filename for warning in caught} == {__file__}
-    assert_close(ours, stock)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) -> list[Any]:

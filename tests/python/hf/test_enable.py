@@ -93,15 +93,6 @@ def test_an_enabled_model_is_unpickled_enabled_in_another_process(llama, ids, tm
     subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], check=True)
 
 
-def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
-    model = build("bloom")
-    before = model(ids).logits
-    with pytest.raises(ValueError, match="BloomForCausalLM"):
-        enable(model, **SPARSE)
-    assert is_off(model, model.config._attn_implementation)
-    assert torch.equal(model(ids).logits, before)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
