@@ -129,7 +129,7 @@ def test_with_a_small_memory_it_is_the_oracle(build, prompt, logits_by_the_oracl
     assert (moved > 1e-3) == (sparse > 0)
 
 
-@pytest.mark.parametrize("options", [SPARSE, {**RECALL, "sink_tokens": 2}], ids=["h2o", "recall"])
+@pytest.mark.parametrize("options", [H2O, {**RECALL, "sink_tokens": 2}], ids=["h2o", "recall"])
 @pytest.mark.parametrize(
     "family", ["llama", "gpt2", "gemma2", "gpt-oss", "deepseek-v3", *RECURRENT, *LATENT]
 )
