@@ -146,10 +146,6 @@ class Checkpoint:
         scores.scatter_add_(2, self.memory.clamp(min=0).long(), self.scores)
         return PrefillState(scores, self.memory.clone(), length, length, self.errors.clone())
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Checkpoint:
-        """Return a checkpoint with every tensor changed."""
-        return Checkpoint(change(self.memory), change(self.scores), change(self.errors))
-
 
 def empty_checkpoints(count: int, state: PrefillState, size: int) -> list[Tensor]:
     """Return tensors for the operators to write `count` checkpoints of a layer into.
@@ -159,29 +155,6 @@ def empty_checkpoints(count: int, state: PrefillState, size: int) -> list[Tensor
     shape = count, *state.errors.shape[:2]
     memory = state.memory.new_empty(*shape, size)
     return [memory, state.scores.new_empty(*shape, size), state.errors.new_empty(*shape, 4)]
-
-
-def stacked_checkpoints(kept: dict[int, Checkpoint], chunk_size: int) -> Checkpoint | None:
-    """Return checkpoints of all chunks of a prompt as one, tensors [C, B, Hkv, ...].
-
-    None if there are none, or not of chunks of this size.
-    """
-    if not kept or list(kept) != [chunk_size * (i + 1) for i in range(len(kept))]:
-        return None
-    width = max(x.memory.shape[2] for x in kept.values())
-
-    def stack(name: str, missing: int) -> Tensor:
-        each = (getattr(x, name) for x in kept.values())
-        return torch.stack([pad(x, (0, width - x.shape[2]), value=missing) for x in each])
-
-    errors = torch.stack([x.errors for x in kept.values()])
-    return Checkpoint(stack("memory", -1), stack("scores", 0), errors)
-
-
-def unstacked_checkpoints(stacked: Checkpoint, chunk_size: int) -> dict[int, Checkpoint]:
-    """Return the checkpoints of chunks by position."""
-    each = zip(stacked.memory, stacked.scores, stacked.errors, strict=True)
-    return {chunk_size * number: Checkpoint(*one) for number, one in enumerate(each, 1)}
 
 
 def with_room(memory: Tensor, size: int) -> Tensor:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions
-from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import GRAPH_BREAK, Attended, Call
 from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype
 from h2o_prefill.hf.forward import call_in_graph
-from h2o_prefill.hf.layer import LayerState
+from h2o_prefill.hf.layer import LayerState, StaticPrefillLayer
 from h2o_prefill.hf.rules import dense_reason
 
 

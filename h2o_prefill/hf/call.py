@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
-from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.forward import (
     DEFAULT_STATE,
     EnabledState,
@@ -20,7 +19,7 @@ from h2o_prefill.hf.forward import (
     current_context,
 )
 from h2o_prefill.hf.kinds import LayerForm, LeftOutMask, form_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, graph
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 

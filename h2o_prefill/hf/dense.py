@@ -23,9 +23,9 @@ from transformers.masking_utils import sliding_window_causal_mask_function as sl
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
-from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import NAME, LeftOutMask, enabled_of
+from h2o_prefill.hf.layer import StaticPrefillLayer
 from h2o_prefill.hf.rules import needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.

@@ -27,8 +27,8 @@ CHANGED = "the attention implementation was changed after enable(), so nothing i
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
 TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
 
-# `context`: the running forward of this thread. `prompt`: the prompt that a function which calls the
-# model, as `generate`, is working on.
+# `context`: the running forward of this thread. `prompt`: the prompt that a function that calls the
+# model, such as `generate`, is working on.
 running = threading.local()
 # The running forwards of all threads.
 _contexts: list[ForwardContext] = []

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from h2o_prefill.functional import LayerOptions
+from h2o_prefill.functional import LayerOptions, attend_in_buffers
+from h2o_prefill.state import no_errors, score_dtype, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -140,6 +141,80 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = attributes.pop("state").clone()
         other.__setstate__({**copy.deepcopy(attributes, memo), "state": state})
         return other
+
+
+class StaticPrefillLayer(StaticLayer):
+    """Keys and values of one layer, with the scores and memory set of its prefill."""
+
+    padded = False  # Rows with padding are never prefilled sparsely here.
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
+        self.scores: Tensor | None = None
+        self.memory: Tensor | None = None
+        self.errors: Tensor | None = None
+        # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
+        self.added: tuple[Tensor, Tensor] | None = None
+        self.attended = False  # whether `attend` was called in the forward that is under way
+        self.memory_size = 0  # room for the memory sets of all forwards so far
+
+    def prepare(self, memory_size: int) -> None:
+        """Make room for the memory sets of a forward."""
+        self.added, self.attended = None, False
+        self.memory_size = max(self.memory_size, memory_size)
+        if self.is_initialized and (self.scores is None or self.scores.device != self.device):
+            self._allocate()
+        elif self.memory is not None:
+            # If the settings have changed since, a larger set continues from the smaller one.
+            self.memory = with_room(self.memory, self.memory_size)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._allocate()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        value_states = value_states.to(key_states.dtype)  # Autocast leaves the keys in float32.
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.added = key_states, value_states
+        if torch.compiler.is_dynamo_compiling():
+            graph.layer = self
+        return keys, values
+
+    def attend(self, query: Tensor, position: Tensor, options: LayerOptions) -> Tensor:
+        """Attend with the first tokens of those that `update` has just written."""
+        assert self.keys is not None and self.values is not None and self.added is not None
+        rows, kind = query.shape[2], self.keys.dtype
+        (key, value), self.added = self.added, None
+        self.attended = True
+        added = key[:, :, :rows].to(kind), value[:, :, :rows].to(kind)
+        buffers = self.keys, self.values, self.scores, self.memory, self.errors
+        return attend_in_buffers(query.to(kind), added, buffers, position, options)
+
+    def reset(self) -> None:
+        super().reset()
+        self.added = None
+        for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
+            if (buffer := getattr(self, name)) is not None:
+                buffer.fill_(empty)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        for name in ("scores", "memory", "errors"):
+            if (buffer := getattr(self, name)) is not None:
+                setattr(self, name, buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def _allocate(self) -> None:
+        assert self.keys is not None
+        shape = self.keys.shape[:3]
+        self.scores = self.keys.new_zeros(shape, dtype=score_dtype(self.keys))
+        self.memory = self.keys.new_full((*shape[:2], self.memory_size), -1, dtype=torch.int32)
+        self.errors = no_errors(self.keys)
+        if not torch.compiler.is_dynamo_compiling():
+            for buffer in (self.scores, self.memory, self.errors):
+                torch._dynamo.mark_static_address(buffer)
 
 
 def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:

@@ -40,8 +40,9 @@ class PrefixCache:
 
     The longest common beginning is reused in whole chunks, each of which came by a call of its own,
     so that results, to the bit, do not depend on what the cache holds. Prompts share the keys and
-    values of common chunks. Of models with attention and a recurrence in one layer, as Falcon H1,
-    nothing is stored. May be used by several threads.
+    values of common chunks. Changed weights are noticed, but for writes through `.data`: `clear`
+    then. Of models with attention and a recurrence in one layer, as Falcon H1, nothing is stored.
+    May be used by several threads.
 
     Parameters
     ----------

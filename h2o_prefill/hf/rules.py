@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
+from h2o_prefill.hf.cache import KeepsTokenIds
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
+from h2o_prefill.hf.layer import StaticPrefillLayer
 
 # Arguments of attention functions that no operator takes, and why calls with them are dense.
 ARGUMENTS = {
@@ -66,9 +67,10 @@ def _is_dense_by_settings(call: Call) -> bool:
 
 def _settings_reason(call: Call) -> str:
     config = call.config
-    is_long = config.is_long_call(call.past, call.prompt_rows) and not config.exact
-    empty = is_long and config.memory_size == 0 and call.layer not in config.dense_layers
-    return EMPTY if empty else ""
+    if call.new == 1 or config.exact or call.layer in config.dense_layers:
+        return ""
+    is_empty = config.memory_size == 0 and config.is_long_call(call.past, call.prompt_rows)
+    return EMPTY if is_empty else ""
 
 
 def _argument_reason(call: Call) -> str:

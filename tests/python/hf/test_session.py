@@ -76,8 +76,9 @@ def test_contexts_of_cpp_have_the_same_files(build, ids, path, save):
     context.save(str(other), fingerprint(model))
     loaded = ChunkedPrefillCache.load(other, model)
     for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
-        assert all(map(torch.equal, ours.state.tensors(), theirs.state.tensors()))
-    with pytest.raises(ValueError, match="must be of this model: x must be none, got"):
+        # All but the capacities.
+        assert all(map(torch.equal, ours.state.tensors()[1:], theirs.state.tensors()[1:]))
+    with pytest.raises(ValueError, match="session must be of the model x"):
         context.load(str(path), "x=1")
 
 
