@@ -69,7 +69,7 @@ def test_contexts_of_cpp_have_the_same_files(build, ids, path, save):
     with enable(model, **EVERYTHING):
         cache = save(model)
     native, layers = PrefillConfig.parse(cache.settings).native, len(cache.layers)
-    context = torch.classes.h2o_prefill.PrefillContext(layers, 100, native)
+    context = torch.classes.h2o_prefill.PrefillContext(layers, 400, native)
     context.load(str(path), fingerprint(model))
     assert torch.equal(context.token_ids(), cache.token_ids)
     other = path.with_name("other")
