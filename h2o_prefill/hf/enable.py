@@ -258,14 +258,14 @@ def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every Hugging Face config inside a model, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop(0)
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _switch(model: PreTrainedModel) -> None:

@@ -59,9 +59,9 @@ class Entry:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward by name, the cache always as `cache`."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
-        return {**given, "cache": next(caches, None)}
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        caches = (named[name] for name in CACHE_NAMES if named.get(name) is not None)
+        return {**named, "cache": next(caches, None)}
 
     def replace(self, arguments: Arguments, name: str, value: Any) -> Arguments:
         """Return the arguments of a forward with another value for one."""
@@ -105,9 +105,9 @@ def unwrap(module: nn.Module) -> None:
     entry.on = False
     delattr(module, _ENTRY)
     for name, method in entry.methods.items():
-        ours = vars(module).get(name)
+        wrapper = vars(module).get(name)
         # Else another library has wrapped our wrapper.
-        if isinstance(ours, functools.partial) and ours.args[:1] == (entry,):
+        if isinstance(wrapper, functools.partial) and wrapper.args[:1] == (entry,):
             if method is None:
                 delattr(module, name)
             else:
