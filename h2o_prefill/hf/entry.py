@@ -177,9 +177,7 @@ def _enter(entry: Entry) -> ForwardContext:
 
 @torch.compiler.disable
 def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
-    if not close_context(context, failed) or failed:
-        return
-    if context.call is not None:
+    if close_context(context, failed) and not failed and context.call is not None:
         _end_in_static_cache(context, context.call)
 
 
@@ -212,8 +210,8 @@ def _prepare(
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):
-            ends = context.past + context.new if context.new > 1 else None
-            if mask.ndim == 2 and ends and is_unpadded(mask, ends):
+            end = context.begun + context.new if context.new > 1 else None
+            if mask.ndim == 2 and end and is_unpadded(mask, end):
                 # A graph cannot know that it hides nothing.
                 args, kwargs = entry.replace((args, kwargs), "attention_mask", None)
             else:
@@ -252,14 +250,13 @@ def _begin_in_static_cache(context: ForwardContext) -> None:
         recall=recall,
         position=position,
     )
-    graph.layer = None
     context.cache.begin(config)
 
 
 def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
     """Count the calls of a graph, and say where the next call begins."""
     assert context.tokens is not None
-    new, past, layers = context.new, context.past - context.new, context.cache.layers
+    new, past, layers = context.new, context.begun, context.cache.layers
     if any(getattr(layer, "attended", False) for layer in layers):
         ops.advance_position_(call.position, new, call.settings)
     for number, reason in call.outcomes:

@@ -342,6 +342,7 @@ def open_context(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     if context is None or again or context.enabled is not enabled:
         context = running.context = ForwardContext(enabled, model)
         _contexts.append(context)
+        graph.call = graph.layer = None
     context.modules.append(model)
     return context
 
