@@ -141,11 +141,10 @@ def enable(
 
     Prompts are sparse from the length on at which that is faster on the model's device
     (`min_prefill`). Decoding and everything that is not supported stay dense, with one warning for
-    each reason. On CPUs, plain causal calls
-    that PyTorch's attention would compute go through `ops.dense_attention`, and layers whose
-    window, or chunk, is shorter than the prompt through operators that visit no key outside of it,
-    with the same results up to rounding; other dense calls through the attention that the model had
-    before.
+    each reason. On CPUs, plain causal calls that PyTorch's attention would compute go through
+    `ops.dense_attention`, and layers whose window is shorter than the prompt through an operator
+    that visits no key outside of it, with the same results up to rounding; other dense calls
+    through the attention that the model had before.
 
     Parameters
     ----------

@@ -118,6 +118,9 @@ def entry_of(module: nn.Module) -> Entry | None:
     return vars(module).get(_ENTRY)
 
 
+_enter = torch.compiler.disable(open_context)
+
+
 # Dynamo must not trace what opens and closes a context. At the top it runs this function as it is
 # and makes a graph of `forward`; inside of a graph it calls `forward` alone: models that are nested
 # are part of the context.
@@ -126,7 +129,7 @@ def run_forward(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model in the context of its call."""
     if not entry.on:
         return forward(*args, **kwargs)
-    context = _enter(entry)
+    context = _enter(entry.handle.state, entry.module)
     try:
         args, kwargs = _prepare(entry, context, args, kwargs)
         output = forward(*args, **kwargs)
@@ -168,11 +171,6 @@ def _check_begins_with(cache: Any, ids: Tensor) -> None:
     past = cached.shape[1]
     if ids.shape[1] <= past or not ids[:, :past].equal(cached.to(ids.device)):
         raise ValueError(OTHER_TEXT.format(past))
-
-
-@torch.compiler.disable
-def _enter(entry: Entry) -> ForwardContext:
-    return open_context(entry.handle.state, entry.module)
 
 
 @torch.compiler.disable

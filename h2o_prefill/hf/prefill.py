@@ -132,24 +132,12 @@ def chunked_prefill(
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
             return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
         sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
-        return _run_calls(model, cache, name, tokens, sizes, on_progress)
-
-
-def _run_calls(
-    model: PreTrainedModel,
-    cache: ChunkedPrefillCache,
-    name: str,
-    tokens: Tensor,
-    sizes: list[int],
-    on_progress: Callable[[int, int], None] | None,
-) -> Any:
-    """Prefill in calls of these sizes; `name` is the argument that takes the tokens."""
-    options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
-    for end, size in zip(accumulate(sizes), sizes, strict=True):
-        output = model(**{name: tokens[:, end - size : end]}, **options)
-        if on_progress is not None:
-            on_progress(end, tokens.shape[1])
-    return output
+        options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            output = model(**{name: tokens[:, end - size : end]}, **options)
+            if on_progress is not None:
+                on_progress(end, tokens.shape[1])
+        return output
 
 
 def _run_stages(
