@@ -149,8 +149,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         The model's; without it every layer counts as full attention.
     checkpoints : bool
         Keep what `crop` needs to be exact at every multiple of the chunk size S: memory sets and
-        their scores, 2 to 5 % of the keys and values in bfloat16. Calls of compiled models keep
-        none.
+        their scores, 2 to 5 % of the keys and values in bfloat16.
     **kwargs
         Passed on to `DynamicCache`, as `offloading=True`.
     """
@@ -181,7 +180,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         OSError
             If the file cannot be written.
         """
-        if self.settings is None or self.failed:
+        self.check_usable()
+        if self.settings is None:
             raise ValueError("cache must have been filled by an enabled model")
         states = [_session_state(layer) for layer in self.layers]
         lengths = {layer.get_seq_length() for layer in list[Any](self.layers)}

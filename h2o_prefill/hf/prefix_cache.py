@@ -111,12 +111,12 @@ class PrefixCache:
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
         config = enabled.resolve(model, length)
         settings = config.to_string()
-        with_what = _state_of(model, settings, enabled.tokenizer)
+        provenance = _provenance(model, settings, enabled.tokenizer)
         # What follows a dense tail depends on where its call ended.
         end = 0 if config.dense_tail else (length - 1) // step * step
         ids = [x.tobytes() for x in input_ids[0, :end].cpu().numpy().reshape(-1, step)]
         with self._lock:
-            chunks = self._use(with_what, ids)
+            chunks = self._use(provenance, ids)
         past = len(chunks) * step
         if chunks:
             cache.settings, cache.tokenizer = settings, enabled.tokenizer
@@ -136,8 +136,8 @@ class PrefixCache:
             with announce(enabled, length):
                 new = input_ids[:, past:end]
                 chunked_prefill(model, new, chunks_per_call=1, cache=cache, on_progress=keep)
-            if with_what == _state_of(model, settings, enabled.tokenizer):
-                self._put(with_what, ids, chunks)
+            if provenance == _provenance(model, settings, enabled.tokenizer):
+                self._put(provenance, ids, chunks)
         return cache, past
 
     def clear(self) -> None:
@@ -158,21 +158,21 @@ class PrefixCache:
             self._chunks.move_to_end(key)
         return [self._chunks[key] for key in keys]
 
-    def _put(self, with_what: Any, ids: list[bytes], chunks: list[_Chunk]) -> None:
+    def _put(self, provenance: Any, ids: list[bytes], chunks: list[_Chunk]) -> None:
         """Store the chunks that a prompt begins with."""
-        above = with_what
+        above = provenance
         with self._lock:
             for each, chunk in zip(ids, chunks, strict=False):
                 if (above, each) not in self._chunks:
                     self._chunks[above, each] = chunk
                     self._nbytes += chunk.nbytes
                 above = self._chunks[above, each]
-            self._use(with_what, ids)
+            self._use(provenance, ids)
             while self._nbytes > self.max_bytes:
                 self._nbytes -= self._chunks.popitem(last=False)[1].nbytes
 
 
-def _state_of(model: Any, settings: str, tokenizer: str) -> Any:
+def _provenance(model: Any, settings: str, tokenizer: str) -> Any:
     """Return all that makes the keys and values of a text."""
     kind = model.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -197,9 +197,8 @@ def _part_of(
 def _fill(cache: ChunkedPrefillCache, chunks: list[_Chunk]) -> None:
     """Give an empty cache the tokens of chunks."""
     layers: list[Any] = cache.layers
-    for layer, parts in zip(
-        layers, zip(*(chunk.layers for chunk in chunks), strict=True), strict=True
-    ):
+    for number, layer in enumerate(layers):
+        parts: list[Any] = [chunk.layers[number] for chunk in chunks]
         if isinstance(parts[-1], dict):
             vars(layer).update(tree_map_only(Tensor, torch.clone, parts[-1]))
             continue
