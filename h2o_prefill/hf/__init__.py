@@ -14,7 +14,7 @@
 | | parallel.py | models that are spread over several processes |
 | 3 | forward.py, call.py | what one forward knows; one call to attend |
 | 2 | cache.py, layer.py | caches that calls of one prompt share, with session files; their layers |
-| 1 | kinds.py | kinds of layers, windows, padding |
+| 1 | kinds.py | kinds of layers, their windows, what no mask means in them |
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     call.context.was_sparse = True
     state = LayerState() if layer is None else layer.synchronized()
     if layer is not None and layer.holds(key, value):
-        out = layer.attend(prompt, total, options)
+        out = state.attend(prompt, *options.arguments, None, total)
     else:
         # There is no cache, or it holds something else, such as latents.
         history = key[:, :, :total], value[:, :, :total]

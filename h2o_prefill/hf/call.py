@@ -69,19 +69,19 @@ class Call:
         **kwargs: Any,
     ) -> Call:
         """Return a call from the arguments that transformers passes to attention functions."""
-        given = module, query, key, value, attention_mask, dropout, scaling, kwargs
+        arguments = module, query, key, value, attention_mask, dropout, scaling, kwargs
         settled = call_in_graph()
         if settled is not None:
             form = form_of(module)
             layer, graph.layer = graph.layer, None
-            call = cls(*given, form, None, settled, layer if _holds(layer, key) else None)
+            call = cls(*arguments, form, None, settled, layer if _holds(layer, key) else None)
             call.updated = layer
             call.left_out = _left_out_in_graph(call)
             return call
         context = current_context(getattr(module, "config", None))
         if context is None:
-            return cls(*given, form_of(module))
-        call = cls(*given, context.enabled.form_of(module), context)
+            return cls(*arguments, form_of(module))
+        call = cls(*arguments, context.enabled.form_of(module), context)
         call.cache_layer = _cache_layer(module, context, key)
         if attention_mask is None and call.is_causal:
             call.left_out = context.left_out(call.form.window, query, key.shape[2])
@@ -104,8 +104,8 @@ class Call:
 
     @property
     def is_causal(self) -> bool:
-        given = self.kwargs.get("is_causal")
-        return not self.form.is_cross and bool(self.form.is_causal if given is None else given)
+        causal = self.kwargs.get("is_causal")
+        return not self.form.is_cross and bool(self.form.is_causal if causal is None else causal)
 
     @property
     def is_plain(self) -> bool:
@@ -172,7 +172,7 @@ class Call:
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         return make() if self.context is None else self.context.shared(key, make)
 
-    def given(self, *names: str) -> bool:
+    def has(self, *names: str) -> bool:
         return any(self.kwargs.get(name) is not None for name in names)
 
 
@@ -209,5 +209,5 @@ def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Lay
     if isinstance(layer, StaticPrefillLayer):
         return layer if layer.keys is key else None
     # Multi-head latent attention caches latents, one for each key.
-    ours = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
-    return layer if ours else None
+    holds = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
+    return layer if holds else None

@@ -49,7 +49,7 @@ def attend_densely(call: Call) -> Attended:
         query, key, value = in_autocast_dtype(call.query, *call.used)
         return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
-    if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
+    if name in ("eager", "sdpa") and call.has(*INDEX_ARGUMENTS):
         mask = _hide_other_keys(call, mask)
     return call_function(function, call, *call.used, mask)
 
@@ -67,9 +67,9 @@ def call_function(
 def eager_function(module: nn.Module) -> Callable[..., Any]:
     """Return the `eager_attention_forward` of the file that defines an attention class."""
     for base in type(module).__mro__:
-        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward to fall back to")
 
 
@@ -80,13 +80,13 @@ def _implementation(call: Call) -> str:
     name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
-    if name == "sdpa" and call.given("position_bias"):
+    if name == "sdpa" and call.has("position_bias"):
         parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
         name = name if "position_bias" in parameters else "eager"  # Some versions drop it.
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
         # A mask made outside of the forward has sdpa's format, which no other implementation takes.
         name = "sdpa"
-    return "eager" if name == "sdpa" and call.given(*EAGER_ONLY) else name
+    return "eager" if name == "sdpa" and call.has(*EAGER_ONLY) else name
 
 
 def _default_implementation(module: nn.Module) -> str:
@@ -142,7 +142,7 @@ def suits_our_operators(call: Call) -> bool:
         call.query.device.type == "cpu"
         and call.is_causal
         and call.dropout == 0
-        and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)
+        and not call.has("position_bias", "cache", *INDEX_ARGUMENTS)
         and not wants_weights(call)  # the function warns of that
         and not needs_gradients(call)
         # PyTorch broadcasts a batch of one.
@@ -216,7 +216,7 @@ def _attend_in_graph(call: Call) -> Attended:
         return out.transpose(1, 2), None
     mask = mask_in_graph(call, window)
     assert call.graph is not None
-    if call.graph.previous == "eager" or call.given(*EAGER_ONLY):
+    if call.graph.previous == "eager" or call.has(*EAGER_ONLY):
         function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)
     else:
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -141,11 +141,10 @@ def enable(
 
     Prompts are sparse from the length on at which that is faster on the model's device
     (`min_prefill`). Decoding and everything that is not supported stay dense, with one warning for
-    each reason. On CPUs, plain causal calls
-    that PyTorch's attention would compute go through `ops.dense_attention`, and layers whose
-    window, or chunk, is shorter than the prompt through operators that visit no key outside of it,
-    with the same results up to rounding; other dense calls through the attention that the model had
-    before.
+    each reason. On CPUs, plain causal calls that PyTorch's attention would compute go through
+    `ops.dense_attention`, and layers whose window is shorter than the prompt through an operator
+    that visits no key outside of it, with the same results up to rounding; other dense calls
+    through the attention that the model had before.
 
     Parameters
     ----------
@@ -258,14 +257,14 @@ def handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every Hugging Face config inside a model, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop(0)
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _switch(model: PreTrainedModel) -> None:

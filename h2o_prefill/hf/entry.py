@@ -59,9 +59,9 @@ class Entry:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward by name, the cache always as `cache`."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
-        return {**given, "cache": next(caches, None)}
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        caches = (named[name] for name in CACHE_NAMES if named.get(name) is not None)
+        return {**named, "cache": next(caches, None)}
 
     def replace(self, arguments: Arguments, name: str, value: Any) -> Arguments:
         """Return the arguments of a forward with another value for one."""
@@ -105,9 +105,9 @@ def unwrap(module: nn.Module) -> None:
     entry.on = False
     delattr(module, _ENTRY)
     for name, method in entry.methods.items():
-        ours = vars(module).get(name)
+        wrapper = vars(module).get(name)
         # Else another library has wrapped our wrapper.
-        if isinstance(ours, functools.partial) and ours.args[:1] == (entry,):
+        if isinstance(wrapper, functools.partial) and wrapper.args[:1] == (entry,):
             if method is None:
                 delattr(module, name)
             else:
@@ -118,6 +118,9 @@ def entry_of(module: nn.Module) -> Entry | None:
     return vars(module).get(_ENTRY)
 
 
+_enter = torch.compiler.disable(open_context)
+
+
 # Dynamo must not trace what opens and closes a context. At the top it runs this function as it is
 # and makes a graph of `forward`; inside of a graph it calls `forward` alone: models that are nested
 # are part of the context.
@@ -126,7 +129,7 @@ def run_forward(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model in the context of its call."""
     if not entry.on:
         return forward(*args, **kwargs)
-    context = _enter(entry)
+    context = _enter(entry.handle.state, entry.module)
     try:
         args, kwargs = _prepare(entry, context, args, kwargs)
         output = forward(*args, **kwargs)
@@ -171,15 +174,8 @@ def _check_begins_with(cache: Any, ids: Tensor) -> None:
 
 
 @torch.compiler.disable
-def _enter(entry: Entry) -> ForwardContext:
-    return open_context(entry.handle.state, entry.module)
-
-
-@torch.compiler.disable
 def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
-    if not close_context(context, failed) or failed:
-        return
-    if context.call is not None:
+    if close_context(context, failed) and not failed and context.call is not None:
         _end_in_static_cache(context, context.call)
 
 
@@ -212,8 +208,8 @@ def _prepare(
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):
-            ends = context.past + context.new if context.new > 1 else None
-            if mask.ndim == 2 and ends and is_unpadded(mask, ends):
+            end = context.begun + context.new if context.new > 1 else None
+            if mask.ndim == 2 and end and is_unpadded(mask, end):
                 # A graph cannot know that it hides nothing.
                 args, kwargs = entry.replace((args, kwargs), "attention_mask", None)
             else:
@@ -252,14 +248,13 @@ def _begin_in_static_cache(context: ForwardContext) -> None:
         recall=recall,
         position=position,
     )
-    graph.layer = None
     context.cache.begin(config)
 
 
 def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
     """Count the calls of a graph, and say where the next call begins."""
     assert context.tokens is not None
-    new, past, layers = context.new, context.past - context.new, context.cache.layers
+    new, past, layers = context.new, context.begun, context.cache.layers
     if any(getattr(layer, "attended", False) for layer in layers):
         ops.advance_position_(call.position, new, call.settings)
     for number, reason in call.outcomes:

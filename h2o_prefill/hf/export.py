@@ -71,10 +71,10 @@ class PackagedModel(nn.Module):
 @as_attention_function
 def attend_in_place(call: Call) -> Attended:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
-    given: tuple[Tensor, RecallLists, str] | None = call.kwargs.get("package_call")
-    if given is None:
+    settled: tuple[Tensor, RecallLists, str] | None = call.kwargs.get("package_call")
+    if settled is None:
         raise ValueError("model must pass on the arguments of its forward, to be exported")
-    position, recall, settings = given
+    position, recall, settings = settled
     first = STATE_OF_LAYER * call.number
     buffers = tuple(call.kwargs["package_state"][first : first + STATE_OF_LAYER])
     options = LayerOptions(recall, call.number, settings, call.logit_options)

@@ -182,12 +182,12 @@ class ForwardContext:
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
-        input_ids, kept = arguments.get("input_ids"), arguments.get("logits_to_keep")
+        input_ids, logits = arguments.get("input_ids"), arguments.get("logits_to_keep")
         cache = arguments["cache"]
         dynamic = cache is not None and not getattr(cache, "is_compileable", False)
-        if dynamic and isinstance(kept, int) and kept > 1:
+        if dynamic and isinstance(logits, int) and logits > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
-            self.candidates = kept - 1
+            self.candidates = logits - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
         if self.tokens is None:
@@ -342,6 +342,7 @@ def open_context(enabled: EnabledState, model: nn.Module) -> ForwardContext:
     if context is None or again or context.enabled is not enabled:
         context = running.context = ForwardContext(enabled, model)
         _contexts.append(context)
+        graph.call = graph.layer = None
     context.modules.append(model)
     return context
 

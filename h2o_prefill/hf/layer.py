@@ -65,10 +65,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.keys, self.values = self._views = views
         return views
 
-    def attend(self, query: Tensor, total: int, options: LayerOptions) -> Tensor:
-        """Attend with the last of `total` tokens, which `update` has appended; keep the state."""
-        return self.synchronized().attend(query, *options.arguments, None, total)
-
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""
         return key is self.keys and value is self.values

@@ -34,12 +34,12 @@ from h2o_prefill.hf.rules import NOT_CAUSAL, PADDED
 DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
 
 
-def h2o_prefill_mask(**given: Any) -> Any:
+def h2o_prefill_mask(**kwargs: Any) -> Any:
     """Return None where the running forward knows what that means, else the mask.
 
     Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
     """
-    arguments = {"mask_function": causal_mask_function, **DEFAULTS, **given}
+    arguments = {"mask_function": causal_mask_function, **DEFAULTS, **kwargs}
     return _mask(arguments) if call_in_graph() is None else _mask_in_graph(arguments)
 
 

@@ -32,19 +32,19 @@ class StageCache(ChunkedPrefillCache):
     would begin at 0 in every call.
     """
 
-    own: range  # the layers of this process
+    span: range  # the layers of this process
     coming: Tensor | None = None  # ids [B, n] of a forward that gets hidden states instead
 
     @classmethod
-    def of(cls, cache: Any, own: range) -> StageCache:
+    def of(cls, cache: Any, span: range) -> StageCache:
         """Turn an empty cache into that of a stage, in place; ValueError for another one."""
-        if isinstance(cache, cls) and cache.own == own:
+        if isinstance(cache, cls) and cache.span == span:
             return cache
         used = any(layer.is_initialized for layer in getattr(cache, "layers", ()))
         if used or type(cache) not in (DynamicCache, ChunkedPrefillCache):
             raise ValueError(f"{OTHER_CACHE} {type(cache).__name__}{' with tokens' * used}")
         adopt(cache, cls)
-        cache.own = own
+        cache.span = span
         return cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -61,11 +61,11 @@ class StageCache(ChunkedPrefillCache):
 
     def _here(self, number: int) -> int:
         """Return the number of a layer of this process, of the same kind if there is one."""
-        if number in self.own or number >= len(self.layers):
+        if number in self.span or number >= len(self.layers):
             return number
         kind = type(self.layers[number])
-        ours = [one for one in self.own if one < len(self.layers)]
-        counting = [one for one in ours if isinstance(self.layers[one], CacheLayerMixin)]
+        inside = [one for one in self.span if one < len(self.layers)]
+        counting = [one for one in inside if isinstance(self.layers[one], CacheLayerMixin)]
         alike = (one for one in counting if type(self.layers[one]) is kind)
         return next(alike, counting[0] if counting else number)
 
@@ -109,18 +109,18 @@ def layers_here(model: nn.Module) -> range | None:
         return None
     config: Any = model.config
     count = config.get_text_config(decoder=True).num_hidden_layers
-    own = range(*parts.layer_range_for_rank(parts.pp_rank, count))
+    span = range(*parts.layer_range_for_rank(parts.pp_rank, count))
     if count < parts.pp_size:
         raise ValueError(
             f"a model of {count} layers has at most {count} stages, got {parts.pp_size}"
         )
-    return own
+    return span
 
 
 def new_cache(model: Any) -> ChunkedPrefillCache:
     """Return an empty cache of a model, or of a stage of one."""
-    cache, own = ChunkedPrefillCache(config=model.config), layers_here(model)
-    return cache if own is None else StageCache.of(cache, own)
+    cache, span = ChunkedPrefillCache(config=model.config), layers_here(model)
+    return cache if span is None else StageCache.of(cache, span)
 
 
 def check_heads_here(model: Any) -> None:

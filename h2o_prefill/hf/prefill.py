@@ -108,13 +108,13 @@ def chunked_prefill(
         )
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
-    own = layers_here(model)
+    span = layers_here(model)
     if cache is None:
         cache = new_cache(model)
     elif not isinstance(cache, ChunkedPrefillCache):
         raise ValueError(f"cache must be a ChunkedPrefillCache, got {type(cache).__name__}")
-    elif own is not None:
-        cache = StageCache.of(cache, own)
+    elif span is not None:
+        cache = StageCache.of(cache, span)
     past = cache.get_seq_length()
     name, tokens = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
@@ -132,24 +132,12 @@ def chunked_prefill(
             sizes = _call_sizes(tokens.shape[1], 1, chosen)
             return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
         sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
-        return _run_calls(model, cache, name, tokens, sizes, on_progress)
-
-
-def _run_calls(
-    model: PreTrainedModel,
-    cache: ChunkedPrefillCache,
-    name: str,
-    tokens: Tensor,
-    sizes: list[int],
-    on_progress: Callable[[int, int], None] | None,
-) -> Any:
-    """Prefill in calls of these sizes; `name` is the argument that takes the tokens."""
-    options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
-    for end, size in zip(accumulate(sizes), sizes, strict=True):
-        output = model(**{name: tokens[:, end - size : end]}, **options)
-        if on_progress is not None:
-            on_progress(end, tokens.shape[1])
-    return output
+        options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            output = model(**{name: tokens[:, end - size : end]}, **options)
+            if on_progress is not None:
+                on_progress(end, tokens.shape[1])
+        return output
 
 
 def _run_stages(
@@ -165,7 +153,7 @@ def _run_stages(
     from h2o_prefill.distributed import PipelinePrefill
 
     model, cache = stage.model, stage.cache
-    pipeline = PipelinePrefill(stage, stage.group, cache.own, chunks_per_call)
+    pipeline = PipelinePrefill(stage, stage.group, cache.span, chunks_per_call)
     pipeline.ranks.check_same(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
@@ -209,8 +197,8 @@ def read_prompt(
 ) -> tuple[str, Tensor]:
     """Return the argument's name and the tokens [B, T] or [B, T, hidden]; refuse padding."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
-        prompt, given = prompt.get("input_ids"), prompt.get("attention_mask")
-        attention_mask = given if attention_mask is None else attention_mask
+        prompt, mask = prompt.get("input_ids"), prompt.get("attention_mask")
+        attention_mask = mask if attention_mask is None else attention_mask
     if (prompt is None) == (inputs_embeds is None):
         raise ValueError("either input_ids or inputs_embeds must be given")
     name, tokens, what = "input_ids", prompt, "[B, T]"

@@ -107,11 +107,11 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     return ModelReport(name, enabled.config.to_string(), layers, kl, shortest, crossover)
 
 
-def no_model(given: Any) -> ValueError:
+def no_model(value: Any) -> ValueError:
     """Return the error for what is no model; a pipeline has one."""
-    where = ": give pipeline.model" if isinstance(getattr(given, "model", None), nn.Module) else ""
+    where = ": give pipeline.model" if isinstance(getattr(value, "model", None), nn.Module) else ""
     return ValueError(
-        f"model must be a transformers PreTrainedModel, got {type(given).__name__}{where}"
+        f"model must be a transformers PreTrainedModel, got {type(value).__name__}{where}"
     )
 
 

@@ -74,13 +74,13 @@ def _settings_reason(call: Call) -> str:
 
 
 def _argument_reason(call: Call) -> str:
-    return next((why for name, why in ARGUMENTS.items() if call.given(name)), "")
+    return next((why for name, why in ARGUMENTS.items() if call.has(name)), "")
 
 
 def _is_in_window(call: Call) -> bool:
     window, mask = call.form.window, call.left_out
-    given = call.kwargs.get("sliding_window")
-    if given is not None and given < call.key.shape[2]:
+    size = call.kwargs.get("sliding_window")
+    if size is not None and size < call.key.shape[2]:
         return True
     return window is not None and (mask is None or mask.window != window or mask.in_window)
 
@@ -151,7 +151,7 @@ CALLS: tuple[Rule, ...] = (
     (needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
     (lambda call: call.dropout > 0, "attention dropout is not supported"),
     (wants_weights, "output_attentions is not supported"),
-    (lambda call: call.given(*ARGUMENTS), _argument_reason),
+    (lambda call: call.has(*ARGUMENTS), _argument_reason),
     (_changes_values, OTHER_VALUES),
 )
 EAGER: tuple[Rule, ...] = (

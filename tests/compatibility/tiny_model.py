@@ -14,27 +14,22 @@ from transformers.models.auto import modeling_auto
 
 _MOST_PARAMETERS = 20_000_000
 _SOURCE_TOKENS = 20
-# The first mapping that has a class tells its kind.
 _MAPPINGS = (
-    ("encoder-decoder", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    ("encoder-decoder", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
-    ("composite", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
-    ("composite", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES"),
-    ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 )
 
 
-def model_classes() -> dict[str, str]:
-    """Return the classes of transformers' auto mappings for text, by name, and their kinds.
-
-    A kind is "causal", "encoder-decoder" or "composite" (of a tower and a text decoder).
-    """
-    kinds: dict[str, str] = {}
-    for kind, mapping in _MAPPINGS:
+def model_classes() -> list[str]:
+    """Return the names of the classes of transformers' auto mappings for text."""
+    found: set[str] = set()
+    for mapping in _MAPPINGS:
         for names in getattr(modeling_auto, mapping, {}).values():
-            for name in (names,) if isinstance(names, str) else names:
-                kinds.setdefault(name, kind)
-    return dict(sorted(kinds.items(), key=lambda item: item[0].lower()))
+            found.update((names,) if isinstance(names, str) else names)
+    return sorted(found, key=str.lower)
 
 
 class CannotBuild(Exception):
@@ -72,7 +67,8 @@ def build_tiny(name: str, **changes: Any) -> TinyModel:
         raise
     # Any error may come from a class on a config that it was not written for.
     except Exception as error:
-        raise CannotBuild(_short(error)) from error
+        text = " ".join(str(error).split())
+        raise CannotBuild(f"{type(error).__name__}: {text}"[:160]) from error
 
 
 def random_prompt(tokens: int, batch: int = 1, seed: int = 3) -> Tensor:
@@ -102,10 +98,3 @@ def _with_arguments(model: Any) -> TinyModel:
     # Some models look for it without having asked whether there is one.
     encoded.attention_mask = None
     return TinyModel(model, "decoder_input_ids", {"encoder_outputs": encoded})
-
-
-def _short(error: BaseException) -> str:
-    """Return an error in one line of moderate length."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines)
-    return f"{type(error).__name__}: {text}"[:160]

@@ -44,18 +44,6 @@ def test_losses_and_answers_are_those_of_transformers(engine, model, folder, tok
     assert answer.tokens == greedy.tolist()
 
 
-def test_a_batch_gives_what_its_requests_give_alone(engine, tokens):
-    lengths = [LENGTH, 3 * CHUNK, 40, 2 * CHUNK + 1, CHUNK]
-    prompts = [tokens(length, 10 + i) for i, length in enumerate(lengths)]
-    settings = [None, RECOMMENDED, None, "exact", "dense"]
-    alone = [engine.ask(x, settings=y, new=8) for x, y in zip(prompts, settings, strict=True)]
-    engine.forget()
-    for one, other in zip(alone, engine.ask(*prompts, settings=settings, new=8), strict=True):
-        assert one.tokens == other.tokens
-        # Rows of other requests change how the products of vLLM's linear layers are summed.
-        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("settings", [None, RECOMMENDED, "exact"])
 def test_a_prefix_that_is_found_changes_nothing(engine, tokens, settings):
     shared = tokens(4 * CHUNK + 70, 20)

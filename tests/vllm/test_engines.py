@@ -75,17 +75,6 @@ def test_a_preempted_request_gives_what_it_gives_alone(make_engine, folder, toke
         torch.testing.assert_close(one.logprobs[:20], other.logprobs[:20], atol=1e-3, rtol=1e-3)
 
 
-def test_without_its_state_a_prefix_is_followed_densely(make_engine, folder, tokens, monkeypatch):
-    monkeypatch.setenv("H2O_PREFILL_CHECKPOINTS", "0")
-    engine, shared = make_engine(folder), tokens(4 * CHUNK, 40)
-    first, second = (shared + tokens(3 * CHUNK + 9, seed) for seed in (41, 42))
-    engine.ask(first)
-    lost, counted = engine.counted(second)
-    assert lost.cached == 4 * CHUNK
-    assert counted == {"state_misses": 1, "lost_tokens": len(second) - 4 * CHUNK}
-    assert len(engine.planner.checkpoints) == engine.planner.checkpoints.nbytes == 0
-
-
 def save_adapter(folder, model, number):
     """Save a random LoRA adapter; return the request for it, and the model with it."""
     torch.manual_seed(number)
@@ -117,18 +106,6 @@ def test_each_adapter_has_states_of_its_own(make_engine, folder, tokens, tmp_pat
             with enable(whole, SETTINGS):
                 tokens_of = whole.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
             assert answer.tokens == tokens_of[0, LENGTH:].tolist() and counted == expected
-
-
-def test_an_engine_starts_again_with_other_settings(make_engine, folder, tokens, monkeypatch):
-    ids, settings = tokens(LENGTH), f"{SETTINGS},sink_tokens=2"
-    first = make_engine(folder).ask(ids, settings=settings)
-    monkeypatch.setenv("H2O_PREFILL_SETTINGS", settings)
-    monkeypatch.setattr(runner, "rules", functools.cache(runner.rules.__wrapped__))
-    engine = make_engine(folder)
-    again, counted = engine.counted(ids)
-    assert again.cached == 0 and counted == {"sparse_tokens": LENGTH}
-    assert again.tokens == first.tokens and again.logprobs.equal(first.logprobs)
-    assert engine.ask(ids, settings=SETTINGS).cached == 0
 
 
 def test_aborted_requests_leave_nothing(make_engine, folder, tokens):
@@ -222,13 +199,6 @@ def test_states_end_with_the_weights_that_made_them(make_engine, folder, tokens,
     engine.forget()
     alone = engine.ask(second)
     assert found.cached == 4 * CHUNK and found.logprobs.equal(alone.logprobs)
-
-
-def test_without_a_prefix_cache_no_states_are_kept(make_engine, folder, tokens, logged):
-    engine = make_engine(folder, enable_prefix_caching=False)
-    assert "3 of 3 layers ours, steps are cut, up to 0 MiB of states" in str(logged)
-    _, counted = engine.counted(tokens(LENGTH))
-    assert counted == {"sparse_tokens": LENGTH} and len(engine.planner.checkpoints) == 0
 
 
 def test_pages_that_do_not_divide_a_chunk_are_told(make_engine, folder, tokens, logged):

@@ -141,16 +141,6 @@ def test_a_worker_that_is_killed_ends_in_an_error(server, tokens):
     assert all(x.status() == psutil.STATUS_ZOMBIE for x in left)
 
 
-def test_engines_of_data_parallel_servers_count_together(folder, tmp_path, tokens):
-    with serve(folder, tmp_path, data_parallel_size=2) as (_, address, home):
-        create = client_of(address)
-        for rank in "01":
-            header = {"X-data-parallel-rank": rank}
-            create(prompt=tokens(LENGTH), max_tokens=3, extra_headers=header)
-        assert counters(address)["sparse_tokens_total"] == 2 * LENGTH
-        assert (home / "log").read_text().count("3 of 3 layers ours, steps are cut") == 2
-
-
 def test_an_engine_with_wrong_settings_does_not_start(folder, tmp_path):
     variables = {**VARIABLES, "H2O_PREFILL_SETTINGS": "fast"}
     options = {"env": variables, "cwd": tmp_path, "capture_output": True, "timeout": 200}

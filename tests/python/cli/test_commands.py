@@ -151,6 +151,7 @@ def test_generate_continues_a_session(run, refused, small_commands, tiny, model_
                 model(given[:, -1:], past_key_values=cache)
             answer = tokenizer.decode(given[0, ids.shape[1] :], skip_special_tokens=True)
             assert done.stdout == answer + "\n"
+    assert Session.load(file).token_ids.equal(cache.token_ids)
     command = (*small_commands["generate"], "--session", file, "Judge!")
     refused(
         run(*command, "--preset", PRESET.replace("16", "32")),

@@ -154,7 +154,7 @@ def interrupted(rank, folder, victim, name):
             if len(calls) == 3:
                 strike(name)
 
-        model.model.layers[cache.own[0]].register_forward_hook(strike_the_third)
+        model.model.layers[cache.span[0]].register_forward_hook(strike_the_third)
     ids, begin = random_ids(1, 320, 4), time.monotonic()
     error = error_of(lambda: chunked_prefill(model, ids, cache=cache, **RECOMMENDED))
     return error, time.monotonic() - begin

@@ -10,7 +10,7 @@ from hf_helpers import (
     RECOMMENDED,
     SPARSE,
     assert_close,
-    assert_same_state,
+    assert_same_states,
     in_calls,
     new_cache,
     watch,
@@ -26,10 +26,6 @@ CALLS = (40, 32, 1, 1, 5, 71)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-def compiled(model, fullgraph=True):
-    return torch.compile(model, fullgraph=fullgraph, backend="eager")
 
 
 def counts(handle):
@@ -49,29 +45,35 @@ CACHES = {
 }
 
 
-def assert_same_cache(ours, eager):
-    for one, other in zip(ours.layers, eager.layers, strict=True):
-        assert_close(one.keys, other.keys)
-        assert_same_state(getattr(one, "state", one), getattr(other, "state", other))
-    assert torch.equal(ours.token_ids, eager.token_ids)
+def compiled_by(how, model, fullgraph=True):
+    options = {"fullgraph": fullgraph, "backend": "eager"}
+    if how == "torch.compile":
+        return torch.compile(model, **options)
+    if how == "model.compile":
+        model.compile(**options)
+    else:
+        model.forward = torch.compile(model.forward, **options)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation", "cache", "layers"),
+    ("name", "implementation", "cache", "layers", "how"),
     [
-        ("llama", "sdpa", "dynamic", 1),
-        ("llama", "sdpa", "static", 1),
-        slow("llama", "sdpa", "ours", 2),
-        slow("llama", "eager", "static", 2),
-        slow("gemma3", "sdpa", "static", 2),
-        slow("qwen3", "sdpa", "static", 2),
-        slow("gemma2", "eager", "static", 2),
-        slow("gpt-oss", None, "static", 2),
+        ("llama", "sdpa", "dynamic", 1, "torch.compile"),
+        ("llama", "sdpa", "static", 1, "torch.compile"),
+        ("llama", "sdpa", "static", 1, "model.forward"),
+        slow("llama", "sdpa", "ours", 2, "model.forward"),
+        slow("llama", "eager", "static", 2, "model.compile"),
+        slow("gemma3", "sdpa", "static", 2, "torch.compile"),
+        slow("qwen3", "sdpa", "static", 2, "torch.compile"),
+        slow("gemma2", "eager", "static", 2, "torch.compile"),
+        slow("gpt-oss", None, "static", 2, "torch.compile"),
     ],
 )
 def test_calls_of_one_prompt_equal_eager_ones(
-    build, prompt, monkeypatch, cache, name, implementation, layers
+    build, prompt, monkeypatch, cache, name, implementation, layers, how
 ):
+    """Compiled before the model is enabled."""
     model = build(name, implementation, num_hidden_layers=layers)
     caches = [CACHES[cache](model) for _ in range(3)]
     # Not while a graph is made: it would guard what is seen.
@@ -79,7 +81,7 @@ def test_calls_of_one_prompt_equal_eager_ones(
         windows = watch(patch, "sliding_window_attention", lambda q, k, v, window, *_: window)
         eager = in_calls(model, caches[0], prompt, CALLS)
         expected = counts(handle)
-    graphs = compiled(model, fullgraph=cache == "static")
+    graphs = compiled_by(how, model, fullgraph=cache == "static")
     with enable(model, strict=True, **RECALL) as handle:
         ours = in_calls(graphs, caches[1], prompt, CALLS)
         assert counts(handle) == expected and expected[-1][0] == 3
@@ -90,7 +92,8 @@ def test_calls_of_one_prompt_equal_eager_ones(
     assert torch.equal(again, ours)
     assert set(windows) == ({24} if name in ("gemma2", "gemma3", "gpt-oss") else set())
     if name == "llama":
-        assert_same_cache(caches[1], caches[0])
+        assert_same_states(caches[1], caches[0])
+        assert torch.equal(caches[1].token_ids, caches[0].token_ids)
 
 
 @pytest.mark.parametrize("settings", [RECOMMENDED, {**RECOMMENDED, "exact": True}, None])
@@ -108,32 +111,6 @@ def test_the_code_of_inductor_prefills_and_decodes(llama, ids, make_ids, setting
         llama.compile(dynamic=True, fullgraph=True)
         for tokens, expected in zip(prompts, eager, strict=True):
             assert torch.equal(generate(tokens), expected)
-
-
-@pytest.mark.parametrize("how", ["torch.compile", slow("model.compile"), "model.forward"])
-@pytest.mark.parametrize("static", [True, False])
-def test_every_way_to_compile(llama, ids, make_ids, how, static):
-    """A compiled `forward` is compiled before the model is enabled."""
-    longer, options = make_ids(1, 90), {"backend": "eager", "fullgraph": static}
-
-    def logits(model, ids):
-        cache = {"past_key_values": CACHES["static"](llama)} if static else {}
-        return model(ids, **cache).logits
-
-    with enable(llama, strict=True, **RECALL):
-        eager = [logits(llama, x) for x in (ids, longer)]
-    model = llama
-    if how == "torch.compile":
-        model = torch.compile(llama, **options)
-    elif how == "model.compile":
-        llama.compile(**options)
-    else:
-        llama.forward = torch.compile(llama.forward, **options)
-    with enable(llama, strict=True, **RECALL) as handle:
-        ours = [logits(model, x) for x in (ids, longer)]
-        assert counts(handle)[0] == (2, 72 + 90, 0, 0)
-    for one, expected in zip(ours, eager, strict=True):
-        assert_close(one, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", slow("qwen2"), slow("qwen3"), slow("mistral")])
@@ -154,22 +131,6 @@ def test_prompts_of_any_length_share_a_graph(build, make_ids, name):
     assert counter.frame_count == 2
 
 
-def test_linear_layers_in_int8(llama, ids):
-    quantization = pytest.importorskip("torchao.quantization")
-    llama.to(torch.bfloat16)
-    with enable(llama, strict=True, **SPARSE):
-        wide = llama(ids).logits
-    quantization.quantize_(
-        llama.model, quantization.Int8DynamicActivationInt8WeightConfig(version=2)
-    )
-    with enable(llama, strict=True, **SPARSE) as handle:
-        eager = llama(ids).logits
-        llama.compile(dynamic=True, backend="eager")
-        torch.testing.assert_close(llama(ids).logits, eager)
-        assert counts(handle)[0] == (2, 144, 0, 0)
-    assert 0 < (eager - wide).norm() < 0.1 * wide.norm()
-
-
 def test_a_mask_of_ones_and_padding_in_a_static_cache(shallow, make_ids):
     ids = make_ids(2, 72)
     ones, padded = torch.ones_like(ids), torch.ones_like(ids)
@@ -180,7 +141,7 @@ def test_a_mask_of_ones_and_padding_in_a_static_cache(shallow, make_ids):
 
     stock = call(shallow, padded)
     with enable(shallow, **SPARSE) as handle:
-        model = compiled(shallow)
+        model = compiled_by("torch.compile", shallow)
         assert_close(call(model, ones), shallow(ids).logits)
         assert counts(handle)[0] == (2, 288, 0, 0)
         with pytest.warns(UserWarning, match="padding in a static cache"):
@@ -197,27 +158,19 @@ class MasksItself(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=mask, **kwargs)
 
 
-@pytest.fixture
-def masks_itself(shallow):
-    model = MasksItself(shallow.config).eval()
-    model.load_state_dict(shallow.state_dict())
-    return model
+@pytest.mark.parametrize("ones", [False, True])
+def test_a_mask_that_the_model_makes_in_its_graph_is_kept(shallow, make_ids, ones):
+    """Whatever mask the caller passes."""
+    model, ids = MasksItself(shallow.config).eval(), make_ids(2, 72)
+    ids[0, :20] = model.config.pad_token_id
 
+    def call(graph):
+        mask = {"attention_mask": torch.ones_like(ids)} if ones else {}
+        return graph(ids, past_key_values=CACHES["static"](model), **mask).logits
 
-@pytest.fixture
-def padded_ids(shallow, make_ids):
-    ids = make_ids(2, 72)
-    ids[0, :20] = shallow.config.pad_token_id
-    return ids
-
-
-def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_ids):
-    def call(model, ids):
-        return model(ids, past_key_values=CACHES["static"](masks_itself)).logits
-
-    stock = call(masks_itself, padded_ids)
-    with enable(masks_itself, **SPARSE), pytest.warns(UserWarning, match="custom attention mask"):
-        ours = call(compiled(masks_itself), padded_ids)
+    stock = call(model)
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match="custom attention mask"):
+        ours = call(compiled_by("torch.compile", model))
     assert_close(ours[1], stock[1])
     assert_close(ours[0, 20:], stock[0, 20:])
 
@@ -227,14 +180,16 @@ def test_training_is_dense_in_a_graph_too_and_said(shallow, ids):
     with enable(shallow, **SPARSE), pytest.warns(UserWarning, match="training mode"):
         shallow.train()
         cache = CACHES["static"](shallow)
-        assert_close(compiled(shallow)(ids, past_key_values=cache).logits, stock)
+        assert_close(
+            compiled_by("torch.compile", shallow)(ids, past_key_values=cache).logits, stock
+        )
 
 
 def test_two_threads_with_prompts_of_their_own(llama, make_ids, spawn):
     """What a graph is told is told to its thread: the lists of recalled keys above all."""
     prompts, found = [make_ids(1, 24, seed).repeat(1, 4) for seed in (5, 6)], [[], []]
     with enable(llama, strict=True, **RECALL):
-        graph = compiled(llama)
+        graph = compiled_by("torch.compile", llama)
 
         def logits(index, model):
             return model(prompts[index], past_key_values=CACHES["static"](llama)).logits

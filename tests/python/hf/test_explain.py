@@ -20,14 +20,6 @@ def test_calls_and_rows_are_counted(llama, make_ids):
     assert (second.sparse_calls, second.dense_calls, second.dense_rows) == (0, 2, 149)
 
 
-def test_the_preset_exact_is_dense(llama, ids, sparse_layers):
-    with enable(llama, "exact", chunk_size=16):
-        llama(ids)
-        rows = explain(llama).layers
-    assert {(row.mode, row.reason, row.dense_rows) for row in rows} == {("dense", "exact", 72)}
-    assert sparse_layers == []
-
-
 def test_equal_layers_are_one_row(build, make_ids):
     model = build("llama", num_hidden_layers=5)
     with enable(model, **SPARSE, dense_layers=(3,), error_rows=4) as handle:

@@ -9,8 +9,8 @@ from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.generation.weights import with_int8_weights
-from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.package import PackageInfo, PrefillPackage
+from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.package import PackageInfo
 from h2o_prefill.vocabulary import token_text
 
 CONFIG = PrefillConfig.parse(
@@ -133,26 +133,3 @@ def test_int8_weights(build, prompt):
         expected = rounded(prompt).logits[0, -1:]
     ours = export_model(light, info).module()(prompt, torch.tensor([prompt.shape[1] - 1]), *state)
     assert_close(ours, expected, 1e-3)
-
-
-@needs_vnni
-@pytest.mark.slow
-def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
-    model = with_int8_weights(build("gemma3"))
-    info = describe_package(model, CONFIG, prompt.shape[1], weights="int8")
-    graph, path = export_model(model, info), tmp_path / "gemma3.pt2"
-    compile_package(graph, info, path)
-    package, state = PrefillPackage(path), info.new_state()
-    assert package.info == info
-    for piece in prompt.split(CALLS, dim=1):
-        rows = torch.tensor([piece.shape[1] - 1])
-        assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-3)
-    first, second = prompt.split((64, prompt.shape[1] - 64), dim=1)
-    package = PrefillPackage(path, checkpoints=True)
-    package.forward(first)
-    expected = package.forward(second)
-    assert package.checkpoint_before(100) == 64
-    package.truncate(64)
-    assert package.length == 64 and torch.equal(package.forward(second), expected)
-    with pytest.raises(ValueError, match="length must be >= 0, got -1"):
-        package.truncate(-1)

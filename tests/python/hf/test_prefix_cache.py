@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from compatibility.tiny_model import build_tiny
-from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
+from hf_helpers import GREEDY, H2O, LETTERS, RECALL, in_calls, new_cache
 from transformers import BatchEncoding
 
 from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
@@ -14,10 +13,6 @@ ROOM = 1 << 30
 CHUNK = 16
 EXACT_CHUNKS = "exact,chunk_size=16"
 CHUNKS = "recommended,chunk_size=16,local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
-
-
-def make(build, name):
-    return build_tiny(name).model if name.endswith("CausalLM") else build(name)
 
 
 def check_answers(model, prompts):
@@ -55,7 +50,7 @@ PROMPTS = [(70, 70), (64, 200), (150, 180), (150, 151), (150, 150), (112, 113), 
 @pytest.mark.parametrize("step", [1, -1])
 def test_what_is_stored_never_changes_an_answer(build, make_ids, name, changes, step):
     """Also where calls take several chunks or are dense, and layers keep no more than a window."""
-    model, (text, other) = make(build, name), make_ids(2, 300)
+    model, (text, other) = build(name), make_ids(2, 300)
     prompts = [
         torch.cat([text[:left], other[: length - left]])[None] for left, length in PROMPTS[::step]
     ]
@@ -83,24 +78,30 @@ def test_a_prompt_goes_on_from_its_last_common_chunk(llama, make_ids):
         assert prefixes.prefill(llama, ids[None])[0].get_seq_length() == 0
 
 
-def test_texts_of_others_are_not_found(build, llama, make_ids):
-    prefixes, ids, other = PrefixCache(ROOM), make_ids(1, 72), build("llama")
+@pytest.mark.parametrize("change", ["autocast", "settings", "model", "weights", "tokenizer"])
+def test_texts_of_others_are_not_found(build, llama, ids, change):
+    prefixes, characters = PrefixCache(ROOM), {**RECALL, "recall_characters": 3}
 
     def reused(model=llama):
         return prefixes.prefill(model, ids)[1]
 
-    with enable(llama, **RECALL):
-        assert reused() == 0
-        with torch.autocast("cpu", torch.bfloat16):
-            assert [reused(), reused()] == [0, 64]
-    for model, settings in ((llama, H2O), (other, RECALL)):
-        with enable(model, **settings):
-            assert reused(model) == 0
-    assert reused() == 0
-    with enable(llama, **RECALL):
-        assert reused() == 64
-        prefixes.clear()
-        assert prefixes.nbytes == reused() == 0
+    def as_before():
+        with enable(llama, **characters):
+            return reused()
+
+    assert [as_before(), as_before()] == [0, 64]
+    model = build("llama") if change == "model" else llama
+    changed = H2O if change == "settings" else characters
+    if change == "weights":
+        llama.model.norm.weight.mul_(1.5)
+    dtype = torch.bfloat16 if change == "autocast" else None
+    tokenizer = LETTERS if change == "tokenizer" else None
+    with enable(model, **changed, tokenizer=tokenizer), torch.autocast("cpu", dtype, bool(dtype)):
+        assert [reused(model), reused(model)] == [0, 64]
+    assert as_before() == 64
+    prefixes.clear()
+    assert prefixes.nbytes == as_before() == 0
+    assert reused() == 0  # nothing of a model that is not enabled
 
 
 def test_the_least_recently_used_chunks_are_removed(llama, make_ids):
@@ -176,21 +177,11 @@ def test_a_prompt_may_be_what_a_tokenizer_returns(llama, ids):
         for prompt in (ids.tolist(), BatchEncoding({"input_ids": ids, "attention_mask": mask})):
             cache, _ = prefixes.prefill(llama, prompt)
             assert torch.equal(cache.token_ids, ids[:, :64])
-        padded = {"input_ids": ids, "attention_mask": mask.tril(-1)}
-        for wrong, message in (
-            (ids.repeat(2, 1), r"input_ids must be \[1, T\], got \[2, 72\]"),
-            (padded, "without padding"),
-            (ids.float(), "input_ids must be ints, got torch.float32"),
-            (ids + 1j, "input_ids must be ints, got torch.complex64"),
-            (ids + 60, r"input_ids must be in \[0, 61\), got"),
-            (None, "either input_ids or inputs_embeds must be given"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                prefixes.prefill(llama, wrong)
-
-
-def kept(model):
-    return ChunkedPrefillCache(config=model.config, checkpoints=True)
+        # test_prefill.py has all that is wrong with prompts.
+        with pytest.raises(ValueError, match=r"input_ids must be \[1, T\], got \[2, 72\]"):
+            prefixes.prefill(llama, ids.repeat(2, 1))
+        with pytest.raises(ValueError, match="without padding"):
+            prefixes.prefill(llama, {"input_ids": ids, "attention_mask": mask.tril(-1)})
 
 
 def in_chunks(model, cache, ids):
@@ -202,41 +193,39 @@ def in_chunks(model, cache, ids):
     in_calls(model, cache, ids, [*[CHUNK] * (chunks - 1), ids.shape[1] - CHUNK * (chunks - 1)])
 
 
-def same_state(one, other):
-    """Return whether two caches hold the same for later calls."""
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        if not (mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)):
-            return False
-        errors = [layer.errors for layer in (mine, theirs) if layer.errors is not None]
-        if errors and not torch.equal(*errors):
-            return False
-    return True
+def through_a_file(cache, path, model):
+    cache.save(path, model)
+    return ChunkedPrefillCache.load(path, model)
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "file"])
 @pytest.mark.parametrize(
-    "settings", [CHUNKS, CHUNKS + ",error_threshold=0.01", "h2o,chunk_size=16"]
+    "settings",
+    [CHUNKS, f"{CHUNKS},error_threshold=0.01,dense_layers=1", CHUNKS.replace("recommended", "h2o")],
 )
-def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, settings):
-    ids, other = make_ids(1, 100), make_ids(1, 40)
-    if settings.startswith("h2o"):
-        settings += ",local_window=4,heavy_budget=4,sink_tokens=2,min_prefill=16"
+def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, tmp_path, settings, way):
+    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
     with enable(llama, settings):
-        cache = kept(llama)
+        cache = new_cache(llama, checkpoints=True)
         in_chunks(llama, cache, ids)
         assert [cache.checkpoint_before(n) for n in (15, 16, 31, 50, 99, 100)] == [
             *(0, 16, 16, 48, 96, 100)
         ]
         llama(ids[:, :1], past_key_values=cache)  # a decoded token
-        assert cache.checkpoint_before(101) == 101 and cache.checkpoint_before(99) == 96
         for length in (64, 16):
-            cache.crop(length - cache.get_seq_length())
-            alone = kept(llama)
+            branch = through_a_file(cache, path, llama) if way == "file" else copy.deepcopy(cache)
+            assert branch.checkpoint_before(length + 9) == length
+            alone = new_cache(llama, checkpoints=True)
             in_chunks(llama, alone, ids[:, :length])
-            branch = copy.deepcopy(cache)
+            for one in (branch, cache):
+                one.crop(length - one.get_seq_length())
             for one in (branch, alone):
                 in_chunks(llama, one, other)
-            assert same_state(branch, alone)
+            for mine, theirs in zip(branch.layers, alone.layers, strict=True):
+                assert mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)
             assert branch.checkpoint_before(length + 40) == alone.checkpoint_before(length + 40)
+            logits = [llama(other, past_key_values=one).logits for one in (branch, alone)]
+            assert torch.equal(*logits)
 
 
 def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):
@@ -248,19 +237,3 @@ def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):
     llama(make_ids(1, 20), past_key_values=dense)
     with enable(llama, CHUNKS):
         assert dense.checkpoint_before(7) == 7
-
-
-@pytest.mark.parametrize("settings", [CHUNKS, CHUNKS + ",error_threshold=0.01,dense_layers=1"])
-def test_session_files_hold_checkpoints(llama, make_ids, tmp_path, settings):
-    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
-    with enable(llama, settings):
-        cache = kept(llama)
-        in_chunks(llama, cache, ids)
-        cache.save(path, llama)
-        loaded = ChunkedPrefillCache.load(path, llama)
-        for one in (cache, loaded):
-            assert one.checkpoint_before(90) == 80
-            one.crop(48 - 100)
-            in_chunks(llama, one, other)
-        assert same_state(cache, loaded)
-        assert loaded.checkpoint_before(87) == 80

@@ -63,23 +63,22 @@ def test_later_calls_search_the_whole_prompt(llama, text, searches):
     assert torch.equal(searches[-1][0], text)
 
 
-def test_embeddings_cannot_be_searched(llama, text, searches):
-    embeddings = llama.get_input_embeddings()(text)
+@pytest.mark.parametrize("strict", [False, True])
+def test_embeddings_are_not_searched_and_it_is_said(llama, text, searches, strict):
+    """A cache that saw them stays unsearched until it is reset."""
+    embeddings, cache = llama.get_input_embeddings()(text), new_cache(llama)
     with enable(llama, SPARSE):
         without = llama(inputs_embeds=embeddings).logits
-    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off") as caught:
-        assert torch.equal(llama(inputs_embeds=embeddings).logits, without)
-        llama(inputs_embeds=embeddings)
-    assert len(caught) == 1 and searches == []
-    with enable(llama, RECALL, strict=True), pytest.raises(NotImplementedError):
-        llama(inputs_embeds=embeddings)
-
-
-def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, searches):
-    cache = new_cache(llama)
-    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
-        llama(inputs_embeds=llama.get_input_embeddings()(text[:, :32]), past_key_values=cache)
-        llama(text[:, 32:], past_key_values=cache)
+    with enable(llama, RECALL, strict=strict):
+        if strict:
+            with pytest.raises(NotImplementedError, match="recall is off"):
+                llama(inputs_embeds=embeddings)
+            return
+        with pytest.warns(UserWarning, match="recall is off") as caught:
+            assert torch.equal(llama(inputs_embeds=embeddings).logits, without)
+            llama(inputs_embeds=embeddings[:, :32], past_key_values=cache)
+            llama(text[:, 32:], past_key_values=cache)
+        assert sum("recall is off" in str(x.message) for x in caught) == 1
         assert searches == [] and cache.token_ids is None
         cache.reset()
         llama(text, past_key_values=cache)

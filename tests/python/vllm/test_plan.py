@@ -198,15 +198,6 @@ def test_a_preempted_request_goes_on_from_a_checkpoint_and_prefills_its_answer_d
         planner.forget(prompt.request)
 
 
-def test_steps_that_end_elsewhere_keep_nothing_for_others():
-    planner = make_planner()
-    text = tokens_of(4 * CHUNK)
-    run(planner, make_prompt(planner, text), [CHUNK + 3, 3 * CHUNK, 4 * CHUNK])
-    keys = [make_prompt(planner, text).key(n * CHUNK, CHUNK) for n in (1, 2, 3, 4)]
-    found = [planner.checkpoints.find(key) is not None for key in keys]
-    assert found == [True, False, False, False]
-
-
 def test_steps_end_at_chunks():
     rules = Rules(SPARSE["h2o"])
     cases = {

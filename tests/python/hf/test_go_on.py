@@ -1,0 +1,216 @@
+"""A prompt goes on to the bit: from copies, files, checkpoints, after a reset or a failure."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hf_helpers import (
+    EVERYTHING,
+    H2O,
+    PRESET_EXACT,
+    RECALL,
+    RECOMMENDED,
+    SPARSE,
+    WIDENING,
+    assert_same_states,
+    failing,
+    in_calls,
+    new_cache,
+    states,
+)
+from op_testing import saved_and_loaded
+from transformers import DynamicCache, StaticCache
+
+from h2o_prefill import ChunkedPrefillCache, enable
+
+RECURRENT = ("FalconH1ForCausalLM", "ZayaForCausalLM", "Zamba2ForCausalLM")
+
+
+class Prompt:
+    """Two rows of a model, whose cache is filled in calls: sparse, decoded, short."""
+
+    calls, rest = (64, 1, 1, 6), (64, 13, 1)
+
+    def __init__(self, model, ids, path):
+        self.model, self.path = model, path
+        self.ids, self.more = torch.cat([ids, ids.flip(1)]).split((72, 78), dim=1)
+
+    def fill(self, cache=None):
+        cache = cache or new_cache(self.model)
+        in_calls(self.model, cache, self.ids, self.calls)
+        return cache
+
+    def go_on(self, cache):
+        return in_calls(self.model, cache, self.more, self.rest)
+
+
+def in_inference_mode(prompt):
+    with torch.inference_mode():
+        return prompt.fill()
+
+
+def saved(prompt):
+    prompt.fill().save(prompt.path, prompt.model)
+    cache = ChunkedPrefillCache.load(prompt.path, prompt.model)
+    cache.save(prompt.path, prompt.model)  # although the first file is mapped
+    return ChunkedPrefillCache.load(prompt.path, prompt.model)
+
+
+def emptied(prompt):
+    cache = prompt.fill()
+    prompt.go_on(cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.token_ids is None
+    return prompt.fill(cache)
+
+
+def back_at_a_checkpoint(prompt):
+    first, rest = prompt.ids.split((64, 8), dim=1)
+    cache = new_cache(prompt.model, checkpoints=True)
+    prompt.model(first, past_key_values=cache)
+    prompt.go_on(cache)
+    cache.crop(64 - cache.get_seq_length())
+    in_calls(prompt.model, cache, rest, prompt.calls[1:])
+    return cache
+
+
+def reordered(prompt):
+    cache = prompt.fill()
+    cache.batch_repeat_interleave(2)  # rows 0 0 1 1
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))  # rows 1 0 0 1
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    return cache
+
+
+def offloaded(prompt):
+    cache = prompt.fill()
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    return cache
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "torch.save": lambda cache: saved_and_loaded(cache, weights_only=False),
+}
+WAYS_BACK = {
+    **{name: lambda prompt, how=how: how(prompt.fill()) for name, how in COPIES.items()},
+    "a session file": saved,
+    "reset": emptied,
+    "crop to a checkpoint": back_at_a_checkpoint,
+    "rows": reordered,
+    "offload": offloaded,
+    "inference mode": in_inference_mode,
+}
+WIDENED = {**RECOMMENDED, "sink_tokens": 2, **WIDENING}
+# Family, dtype and settings; what such a cache does not offer.
+GO_ON = {
+    "all": ("llama", "float32", EVERYTHING, {"crop to a checkpoint"}),
+    "widened": ("llama", "float32", WIDENED, set()),
+    "exact": ("llama", "float32", PRESET_EXACT, set()),
+    "bfloat16": ("qwen3", "bfloat16", WIDENED, set()),
+    "latent": ("deepseek-v3", "float32", RECALL, {"crop to a checkpoint"}),
+    "a window": ("gemma2", "float32", H2O, {"crop to a checkpoint"}),
+    "windows": ("mistral-window", "float32", H2O, {"crop to a checkpoint"}),
+    **{x: (x, "float32", SPARSE, {*WAYS_BACK} - {*COPIES, "reset"}) for x in RECURRENT},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [(x, way) for x in GO_ON for way in WAYS_BACK if way not in GO_ON[x][3]]
+)
+def test_a_prompt_goes_on_to_the_bit(build, prompt, tmp_path, case, way):
+    warnings.filterwarnings("ignore", message="h2o_prefill: .* has a sliding window")
+    family, dtype, settings, _ = GO_ON[case]
+    model = build(family).to(getattr(torch, dtype))
+    with enable(model, **settings):
+        prompt = Prompt(model, prompt, tmp_path / "prompt.session")
+        plain, cache = prompt.fill(), WAYS_BACK[way](prompt)
+        assert torch.equal(prompt.go_on(cache), prompt.go_on(plain))
+        if way != "crop to a checkpoint":  # which has no scores of tokens outside of its sets
+            assert_same_states(cache, plain, 0)
+    assert torch.equal(cache.token_ids, torch.cat([prompt.ids, prompt.more], dim=1))
+
+
+@pytest.mark.parametrize("length", [71, 65, 64, 50, 16, 3])
+def test_a_cache_that_was_cut_anywhere_goes_on(llama, ids, length):
+    with enable(llama, **RECALL, error_rows=4):
+        cache = new_cache(llama)
+        llama(ids, past_key_values=cache)
+        cache.crop(length - 72)
+        assert cache.get_seq_length() == length == cache.token_ids.shape[1]
+        assert llama(ids[:, length:], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_later_call_takes_the_decoded_tokens_in(llama, make_ids):
+    """The local window belongs to the new call: its first chunk sees them."""
+    with enable(llama, **SPARSE):
+        cache = new_cache(llama)
+        in_calls(llama, cache, make_ids(1, 51), (32, 1, 1, 1, 16))
+    for memory in states(cache)[0].memory[0]:
+        assert {31, 32, 33, 34} <= set(memory.tolist())
+
+
+def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):
+    ours = in_calls(llama, new_cache(llama), ids, (30, 1, 41))
+    assert torch.equal(ours, in_calls(llama, DynamicCache(config=llama.config), ids, (30, 1, 41)))
+
+
+EMPTY = {
+    "ours": new_cache,
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "without config": lambda model: DynamicCache(),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=90),
+}
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in EMPTY), ("FalconH1ForCausalLM", "ours")],
+)
+def test_a_cache_whose_forward_failed_is_refused_until_it_is_reset(build, ids, family, kind, error):
+    model = build(family)
+    cache = EMPTY[kind](model)
+    with enable(model, **SPARSE):
+        alone, whole = model(ids).logits, in_calls(model, cache, ids, (40, 32))
+        cache.reset()
+        model(ids[:, :40], past_key_values=cache)
+        with failing(model.model.layers[0], error):
+            model(ids[:, 40:], past_key_values=cache)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"half updated; reset\(\) it[^\n]*$"):
+                model(ids[:, 40:], past_key_values=cache)
+        assert torch.equal(model(ids).logits, alone)
+        cache.reset()
+        assert torch.equal(in_calls(model, cache, ids, (40, 32)), whole)
+
+
+def test_a_failed_cache_goes_on_from_a_checkpoint(llama, make_ids):
+    ids = make_ids(1, 112)
+    with enable(llama, **RECALL):
+        failed, other = (new_cache(llama, checkpoints=True) for _ in range(2))
+        llama(ids[:, :96], past_key_values=failed)
+        llama(ids[:, :32], past_key_values=other)
+        with failing(llama.model.layers[0]):
+            llama(ids[:, 96:], past_key_values=failed)
+        assert failed.checkpoint_before(80) == 80
+        for length in (60, 32):
+            with pytest.raises(RuntimeError, match="half updated"):
+                llama(ids[:, :16], past_key_values=failed)
+            failed.crop(length - failed.get_seq_length())
+        ours, expected = (llama(ids[:, 32:], past_key_values=x).logits for x in (failed, other))
+    assert torch.equal(ours, expected) and torch.equal(failed.token_ids, ids)
+
+
+def test_a_forward_that_fails_before_it_changes_the_cache_leaves_it(llama, ids):
+    with enable(llama, **SPARSE):
+        cache, other = new_cache(llama), new_cache(llama)
+        expected = llama(ids, past_key_values=other).logits
+        with failing(llama.model.embed_tokens):
+            llama(ids, past_key_values=cache)
+        assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
