@@ -30,7 +30,7 @@ const std::vector<Preset>& presets() {
         .recall = 6,
         .recall_characters = 8,
         .error_rows = 8,
-        .error_threshold = 0.003,
+        .error_threshold = 0.001,
         .max_widen = 8}},
       {"h2o", {.min_prefill = PrefillConfig::kAuto}},
   };

@@ -39,7 +39,7 @@ constexpr int64_t kLengthsOfChunk = 8;
 
 // On WikiText-2 and in books: the mean factor by which errors widen memory sets after the first two
 // chunks, and the keys that a block of rows recalls, as a share of its rows' matches.
-constexpr double kMeanWidening = 1.6;
+constexpr double kMeanWidening = 2.2;
 constexpr double kRecalledShare = 0.2;
 
 // Products of the sparse attention of one head, chunk by chunk.
