@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_prefill import PrefillConfig
 from h2o_prefill.eval.attention_flops import find_recalled
-from h2o_prefill.functional import lists_of_rows, next_memory, sparse_attention
+from h2o_prefill.functional import lists_of_rows, sparse_attention
 
 TOKENS = 512
 CONFIG = PrefillConfig(
@@ -59,7 +59,7 @@ def visible_keys() -> Tensor:
         codes[rows, rows] = 1
         codes[rows, rows].tril_()
         if state is not None:
-            memory = next_memory(state, CONFIG)[0, 0].long()
+            memory = state.checkpoint(1, CONFIG.to_string())[0][0, 0].long()
             for position in memory[memory >= 0].tolist():
                 codes[rows, position] = 2 if position >= begin - CONFIG.local_window else 3
         # With the unit matrix as values, attention returns its weights.

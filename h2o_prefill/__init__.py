@@ -19,7 +19,7 @@ from h2o_prefill.attention import ChunkedSparseAttention  # noqa: E402
 from h2o_prefill.config import PrefillConfig  # noqa: E402
 from h2o_prefill.linear import ChunkwiseLinearAttention, linear_attention  # noqa: E402
 from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
-from h2o_prefill.state import LayerState, estimated_kl  # noqa: E402
+from h2o_prefill.state import estimated_kl  # noqa: E402
 
 if TYPE_CHECKING:
     from h2o_prefill import distributed as distributed
@@ -54,7 +54,6 @@ __all__ = [
     "PRESETS",
     "ChunkedSparseAttention",
     "ChunkwiseLinearAttention",
-    "LayerState",
     "PrefillConfig",
     "build_info",
     "cmake_prefix_path",

@@ -178,6 +178,7 @@ std::tuple<at::Tensor, at::Tensor> LayerState::append(const at::Tensor& key,
 
 void LayerState::set_keys(const at::Tensor& key, const at::Tensor& value) {
   check_new_tokens(key, value);
+  check_at_most("tokens of key", key.size(2), max_capacity_);
   key_ = key;
   value_ = value;
   length_ = key.size(2);
@@ -451,7 +452,7 @@ c10::intrusive_ptr<LayerState> LayerState::from_tensors(const std::vector<at::Te
                                                read.field(Header::kMaxCapacity));
   const StateGuard guard;
   const int64_t length = read.field(Header::kLength), scored = read.field(Header::kScored);
-  check_between("length", length, 0, state->max_capacity_);
+  check_between("length", length, 0, kMostTokens);
   if (read.field(Header::kHasKeys) != 0) {
     const auto of_tokens = read.take(2, "key and value");
     state->set_keys(of_tokens[0], of_tokens[1]);

@@ -214,7 +214,8 @@ std::vector<int64_t> PackageSession::generate(const at::Tensor& token_ids,
 
 std::unique_ptr<PackageSession> PackageSession::branch() const {
   auto other = std::make_unique<PackageSession>(package_, keeps_checkpoints_);
-  other->state_[kIds].copy_(state_[kIds]);
+  const int64_t tokens = length();
+  other->state_[kIds].narrow(1, 0, tokens).copy_(token_ids());
   other->state_[kPosition].copy_(state_[kPosition]);
   for (size_t i = 0; i < layers_.size(); ++i) other->layers_[i]->copy_from(*layers_[i]);
   return other;

@@ -1,9 +1,5 @@
 """Session files that are damaged, loaded into a prompt under way."""
 
-import json
-import math
-import re
-import struct
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +9,8 @@ import torch
 CONFIG = "h2o,min_prefill=none,chunk_size=8,local_window=2,heavy_budget=3,recall=1,error_rows=2"
 LAYERS, TOKENS, MODEL = 2, 21, "0123456789abcdef0123456789abcdef"
 # What a number of a header may become.
-NUMBERS = (0, 1, -1, 7, 2**31, 2**32 + 1, 2**62, 2**63 - 1, 2**64, 10**30)
-DTYPES = ("F64", "F32", "BF16", "I32", "I64", "U8", "", "F32\n", 5)
-NAMES = ("layers.0.key", "layers.9.key", "token_ids", "", "\xff", "\u2028")
-WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4}
+NUMBERS = (0, 1, -1, 2, 7, 21, 22, 2**31, 2**32 + 1, 2**62, 2**63 - 1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
 
 def make_context(tokens, seed):
@@ -38,130 +32,81 @@ def go_on(context, tokens, seed):
 
 
 class Damage(NamedTuple):
-    """Entries of the header to change, its numbers, bytes anywhere, and the length of the file."""
+    """Values of the tuple to change, then bytes of the file, and what is kept of it."""
 
-    # (place, what, value); whether offsets and the file's end then follow the shapes.
-    entries: list[tuple[int, str, Any]]
-    consistent: bool
-    # Numbers and bytes: (place, value).
-    numbers: list[tuple[int, int]]
+    values: list[tuple[int, str, Any]]  # (place, what, value)
     bytes_at: list[tuple[int, int]]
-    header_bytes: int | None
     keep: int | None
-    more: int
-    # Whether the checksum is checked.
-    verify: bool = True
 
 
 def draw_damage(draw, size):
     values = {
-        "shape": lambda: [draw.choice(NUMBERS) for _ in range(draw.integer(0, 5))],
-        **dict.fromkeys(("begin", "end"), lambda: draw.choice(NUMBERS)),
-        **{"dtype": lambda: draw.choice(DTYPES), "name": lambda: draw.choice(NAMES)},
-        "nested": lambda: draw.choice((3, 99_999)),
+        "number": lambda: (draw.integer(0, 99), draw.choice(NUMBERS)),
+        "dtype": lambda: draw.choice(DTYPES),
+        "narrow": lambda: (draw.integer(0, 3), draw.integer(0, 4)),
+        "value": lambda: draw.choice((None, 5, 2**62, "", "h2o", MODEL, torch.zeros(()))),
         **dict.fromkeys(("drop", "twice"), lambda: None),
     }
     kinds = [draw.choice(list(values)) for _ in range(draw.integer(0, 3))]
-    header = draw.chance(0.7)
-    places = [draw.integer(0, 900 if header else size - 1) for _ in range(draw.integer(0, 3))]
     return Damage(
-        entries=[(draw.integer(0, 99), kind, values[kind]()) for kind in kinds],
-        consistent=draw.chance(0.6),
-        numbers=[(draw.integer(0, 99), draw.choice(NUMBERS)) for _ in range(draw.integer(0, 2))],
-        bytes_at=[(place, draw.integer(0, 255)) for place in places],
-        header_bytes=draw.choice(NUMBERS[:-2]) if draw.chance(0.1) else None,
+        values=[(draw.integer(0, 99), kind, values[kind]()) for kind in kinds],
+        bytes_at=[
+            (draw.integer(0, size - 1), draw.integer(0, 255)) for _ in range(draw.integer(0, 2))
+        ],
         keep=draw.integer(0, size) if draw.chance(0.1) else None,
-        more=draw.integer(0, 9) if draw.chance(0.1) else 0,
-        verify=draw.chance(0.5),
     )
 
 
-def damaged(whole, damage):
-    (length,) = struct.unpack("<Q", whole[:8])
-    text, rest = whole[8 : 8 + length], whole[8 + length :]
-    if damage.entries:
-        text, rest = with_entries(json.loads(text), rest, damage)
-    for index, number in damage.numbers:
-        places = list(re.finditer(rb"\d+", text))
-        place = places[index % len(places)]
-        text = text[: place.start()] + str(number).encode() + text[place.end() :]
-    length = len(text) if damage.header_bytes is None else damage.header_bytes
-    content = bytearray(struct.pack("<Q", length % 2**64) + text + rest)
+def write_damaged(path, whole, damage):
+    values = list(torch.load(whole))
+    for index, what, value in damage.values:
+        place = index % len(values) if values else 0
+        x = values[place] if values else None
+        if what == "value" and values:
+            values[place] = value
+        elif what == "drop":
+            del values[place : place + 1]
+        elif what == "twice":
+            values[place:place] = values[place : place + 1]
+        elif torch.is_tensor(x) and what == "dtype":
+            values[place] = x.to(value)
+        elif torch.is_tensor(x) and what == "narrow" and x.dim() > value[0]:
+            values[place] = x.narrow(value[0], 0, min(value[1], x.shape[value[0]])).clone()
+        elif torch.is_tensor(x) and what == "number" and x.numel():
+            number = value[1] if x.dtype == torch.int64 else value[1] % 127
+            x.view(-1)[value[0] % x.numel()] = number
+    torch.save(tuple(values), path)
+    content = bytearray(path.read_bytes())
     for place, byte in damage.bytes_at:
         content[place % len(content)] = byte
-    return bytes(content[: damage.keep]) + bytes(damage.more)
-
-
-def with_entries(header, rest, damage):
-    """Change entries of tensors in the header."""
-    metadata, entries, end = header.pop("__metadata__"), list(header.items()), 0
-    for index, what, value in damage.entries:
-        if not entries:
-            break
-        place = index % len(entries)
-        name, entry = entries[place]
-        entry = {**entry, "data_offsets": list(entry["data_offsets"])}
-        if what in ("begin", "end"):
-            entry["data_offsets"][what == "end"] = value
-        elif what in ("shape", "dtype"):
-            entry[what] = value
-        entries[place] = (value if what == "name" else name, entry)
-        if what == "drop":
-            del entries[place]
-        elif what == "twice":
-            entries.append(entries[place])
-        elif what == "nested":
-            metadata = {key: "[" * value for key in metadata}
-    for _, entry in entries if damage.consistent else ():
-        size = math.prod(entry["shape"]) * WIDTHS.get(entry["dtype"], 2)
-        entry["data_offsets"] = [end, end + size]
-        end += size
-    if damage.consistent and 0 <= end <= 1 << 20:
-        rest = rest[:end].ljust(end, b"\0")
-    # Not json.dumps of a dictionary, which would have every name once.
-    pairs = [("__metadata__", metadata), *entries]
-    texts = [f"{as_json(name)}:{as_json(value)}" for name, value in pairs]
-    text = f"{{{','.join(texts)}}}".encode(errors="replace")
-    return text + b" " * (-len(text) % 8), rest
-
-
-def as_json(value):
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    path.write_bytes(bytes(content[: damage.keep]))
 
 
 def check_damage(item):
     """The file is refused in one line and the prompt stays, or the prompt of the file goes on."""
     whole, damage = item
-    content, context, before = damaged(whole, damage), make_context(13, 2), make_context(13, 2)
+    context, before = make_context(13, 2), make_context(13, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged.session"
-        path.write_bytes(content)
+        write_damaged(path, whole, damage)
         try:
-            context.load(str(path), MODEL, damage.verify)
+            context.load(str(path), MODEL)
         except ValueError as error:
             assert "\n" not in str(error), error
             assert context.length() == 13
             assert all(map(torch.equal, go_on(context, 9, 3), go_on(before, 9, 3)))
-        else:
-            if damage.verify:  # what was read is what the file says
-                context.save(str(path), MODEL)
-                assert path.read_bytes() == content
-            found = go_on(context, 9, 3)
-            assert context.length() == TOKENS + 9
-            if content == whole:
-                assert all(map(torch.equal, found, go_on(make_context(TOKENS, 1), 9, 3)))
+            return
+    try:
+        found = go_on(context, 9, 3)
+    except ValueError:  # another head dim is found where keys meet
+        assert damage.values
+        return
+    if not damage.values:
+        assert all(map(torch.equal, found, go_on(make_context(TOKENS, 1), 9, 3)))
 
 
 def test_damaged_session_files(fuzz, tmp_path):
-    make_context(TOKENS, 1).save(str(tmp_path / "whole.session"), MODEL)
-    whole = (tmp_path / "whole.session").read_bytes()
-    none = Damage([], True, [], [], None, None, 0)
-    assert damaged(whole, none) == whole
-    # Without a change of any entry the header is written as it was.
-    (length,) = struct.unpack("<Q", whole[:8])
-    text, rest = whole[8 : 8 + length], whole[8 + length :]
-    assert with_entries(json.loads(text), rest, none) == (text, rest)
-    check_damage((whole, none))
-    # A tensor without elements whose strides do not fit.
-    check_damage((whole, none._replace(entries=[(0, "shape", [0, 10**17, 10**17])])))
-    fuzz(check_damage, lambda draw: (whole, draw_damage(draw, len(whole))))
+    whole = tmp_path / "whole.session"
+    make_context(TOKENS, 1).save(str(whole), MODEL)
+    check_damage((whole, Damage([], [], None)))
+    fuzz(check_damage, lambda draw: (whole, draw_damage(draw, whole.stat().st_size)))

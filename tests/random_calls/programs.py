@@ -69,10 +69,9 @@ def _methods() -> dict[str, dict[str, Method]]:
         if not name.startswith("__") and not name.endswith("_getter"):
             methods = classes.setdefault(str(owner.type).split(".")[-1], {})
             methods[name] = [(x.name, str(x.type)) for x in arguments]
-    del classes["AtomicFile"]  # which would write wherever a text leads
     classes = {owner: methods for owner, methods in classes.items() if "new" in methods}
-    for owner, methods in classes.items():
-        if hasattr(getattr(CLASSES, owner), "from_tensors"):
+    for methods in classes.values():
+        if "state_tensors" in methods:
             methods["from_tensors"] = [("tensors", "List[Tensor]")]
     # Static methods, whose schemas PyTorch does not list.
     classes["PrefillConfig"] |= {"parse": [("fields", "str")], "preset": [("name", "str")]}

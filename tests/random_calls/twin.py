@@ -7,8 +7,9 @@ from random_calls.judge import Judge
 from random_calls.oracles import check_result
 from torch import Tensor
 
-from h2o_prefill import ChunkedSparseAttention, LayerState, PrefillConfig, ops
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
+from h2o_prefill.state import LayerState
 
 # The oracle loops over candidates and recalled keys in Python.
 ORACLE_LENGTH = 160
@@ -73,7 +74,7 @@ class Twin:
         pairs = zip(before, (k, v), strict=True)
         self.cached[layer] = [torch.cat([x[:, :, : self.past], y], 2) for x, y in pairs]
         history = (q, *self.cached[layer])
-        begins = bool(state and state.scored)
+        begins = state is not None and state.scored > 0
         held = (state.scores, state.memory, state.last_chunk_begin) if begins else (None, None, 0)
         earlier = state.errors if begins else None
         expected, scores, memory, after = self.attention(

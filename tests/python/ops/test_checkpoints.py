@@ -4,8 +4,8 @@ import pytest
 import torch
 from op_testing import Shape, make_qkv
 
-from h2o_prefill import LayerState, PrefillConfig, ops
-from h2o_prefill.state import no_errors, score_dtype
+from h2o_prefill import PrefillConfig, ops
+from h2o_prefill.state import LayerState, no_errors, score_dtype
 
 CHUNK = 32
 SETTINGS = {
