@@ -69,7 +69,7 @@ def test_contexts_of_cpp_have_the_same_files(build, ids, path, save):
     with enable(model, **EVERYTHING):
         cache = save(model)
     native, layers = PrefillConfig.parse(cache.settings).native, len(cache.layers)
-    context = torch.classes.h2o_prefill.PrefillContext(layers, 400, native)
+    context = torch.classes.h2o_prefill.PrefillContext(layers, 100, native)
     context.load(str(path), fingerprint(model))
     assert torch.equal(context.token_ids(), cache.token_ids)
     other = path.with_name("other")
@@ -78,7 +78,7 @@ def test_contexts_of_cpp_have_the_same_files(build, ids, path, save):
     for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
         # All but the capacities.
         assert all(map(torch.equal, ours.state.tensors()[1:], theirs.state.tensors()[1:]))
-    with pytest.raises(ValueError, match="session must be of the model x"):
+    with pytest.raises(ValueError, match="session must be of this model: x must be 1"):
         context.load(str(path), "x=1")
 
 
