@@ -46,7 +46,6 @@ ALLOWED = {
         *(*ATEN, "common/linear_attention_request.h", "common/prefill_entries.h", "common/rules.h"),
         *("h2o_prefill/ops.h", "ops/", "torch/csrc/autograd/", "torch/library.h"),
     ),
-
     r"common/": (*ATEN, *LIBRARY, "sys/mman.h", *KERNEL_VOCABULARY),
     r"kernels/[^/]+$": KERNEL_VOCABULARY,
     r"kernels/cuda/[^/]+\.cuh?$": ("kernels/cuda/", *KERNEL_VOCABULARY, *CUDA),
