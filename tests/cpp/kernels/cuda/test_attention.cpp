@@ -6,9 +6,9 @@
 #include <ostream>
 
 #include "cuda_emulation/counters.h"
-#include "kernels/cuda/attend_forward.h"
+#include "kernels/cuda/attend_forward_sm90.h"
 #include "kernels/cuda/attention_calls.h"
-#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/column_sums_sm90.h"
 
 namespace h2o_prefill::testing {
 
