@@ -18,6 +18,7 @@ set(H2O_HOST_SOURCES
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
     core/layer_state.cpp
+    core/layer_state_tensors.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/session.cpp

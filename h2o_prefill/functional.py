@@ -43,18 +43,16 @@ def attend_in_buffers(
     position: Tensor,
     options: LayerOptions,
     window: int | None = None,
-    checkpoints: Sequence[Tensor] = (),
 ) -> Tensor:
     """Call the operator that keeps a layer's state in place.
 
-    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors;
-    `checkpoints`: memory, scores and errors of several (`LayerState.checkpoint`), stacked.
+    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors.
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options
-    held = query, *added, keys, values, scores, memory, position
-    told: tuple[Any, ...] = (*recall, layer, settings, *logits, errors, window)
-    return ops.prefill_attention_(*held, *told, *checkpoints)
+    state: tuple[Any, ...] = (keys, values, scores, memory, position)
+    rest: tuple[Any, ...] = (*recall, layer, settings, *logits, errors, window)
+    return ops.prefill_attention_(query, *added, *state, *rest)
 
 
 def sparse_attention(

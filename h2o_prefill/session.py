@@ -18,8 +18,7 @@ from torch import Tensor
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._errors import first_line, native_errors
-
-_LayerState = torch.classes.h2o_prefill.LayerState
+from h2o_prefill.state import LayerState
 
 _NAME = "h2o_prefill.session"
 _VERSION = 3  # as in csrc/core/session.cpp
@@ -62,7 +61,7 @@ class Session(NamedTuple):
             settings, fingerprint, ids, counts, *tensors = fields
             layers = []
             for count in counts.tolist():
-                layers.append(_LayerState.from_tensors(tensors[:count]))
+                layers.append(LayerState.from_tensors(tensors[:count]))
                 del tensors[:count]
         except (AttributeError, IsADirectoryError, RuntimeError, TypeError, ValueError) as error:
             line = first_line(error)

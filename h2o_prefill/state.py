@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from h2o_prefill.config import PrefillConfig
 
 # What one layer knows of one prompt: a class of C++, which TorchScript has as well.
-LayerState = torch.classes.h2o_prefill.LayerState
+LayerState: Any = torch.classes.h2o_prefill.LayerState
 
 # Columns of the errors of a layer, float32 [B, Hkv, 4]: how often L and H of the head have doubled,
 # the sum of its errors, their number, and the sum of the factors of L and H in these chunks.

@@ -5,13 +5,9 @@
 
 namespace h2o_prefill {
 
-ChunkedKVCache::ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity) {
-  check_num_layers(num_layers);
-  for (int64_t i = 0; i < num_layers; ++i) {
-    layers_.push_back(
-        c10::make_intrusive<LayerState>(/*checkpoints=*/false, initial_capacity, max_capacity));
-  }
-}
+ChunkedKVCache::ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity)
+    : ChunkedKVCache(
+          empty_layers(num_layers, /*checkpoints=*/false, initial_capacity, max_capacity)) {}
 
 const c10::intrusive_ptr<LayerState>& ChunkedKVCache::state(int64_t layer) const {
   check_layer(layer, num_layers());
@@ -24,9 +20,7 @@ const LayerState& ChunkedKVCache::filled(int64_t layer) const {
   return filled;
 }
 
-void ChunkedKVCache::truncate(int64_t length) {
-  for (const auto& layer : layers_) layer->truncate(length);
-}
+void ChunkedKVCache::truncate(int64_t length) { h2o_prefill::truncate(layers_, length); }
 
 std::vector<at::Tensor> ChunkedKVCache::state_tensors() const { return tensors_of({}, layers_); }
 

@@ -12,16 +12,6 @@
 #include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
-namespace {
-
-LayerStates empty_layers(int64_t count) {
-  check_num_layers(count);
-  LayerStates layers;
-  for (int64_t i = 0; i < count; ++i) layers.push_back(c10::make_intrusive<LayerState>());
-  return layers;
-}
-
-}  // namespace
 
 MemorySetTracker::MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                                    int64_t sink_tokens)
@@ -108,9 +98,7 @@ void MemorySetTracker::update(int64_t layer, const PrefillState& state) {
   updated.set_scores(state);
 }
 
-void MemorySetTracker::truncate(int64_t length) {
-  for (const auto& layer : layers_) layer->truncate(length);
-}
+void MemorySetTracker::truncate(int64_t length) { h2o_prefill::truncate(layers_, length); }
 
 int64_t MemorySetTracker::checkpoint_before(int64_t length) const {
   return h2o_prefill::checkpoint_before(layers_, length);

@@ -47,19 +47,14 @@ PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillCo
       attention_(unresolved_),
       max_tokens_(max_tokens),
       checkpoints_(checkpoints) {
-  check_at_least("num_layers", num_layers, 1);
   check_num_layers(num_layers);
   check_at_least("max_tokens", max_tokens, 1);
   for (const int64_t layer : this->config().dense_layers) {
     TORCH_CHECK_VALUE(layer < num_layers, "dense_layers must name layers < ", num_layers,
                       ", the layers of the context, got ", layer);
   }
-  LayerStates layers;
-  for (int64_t i = 0; i < num_layers; ++i) {
-    layers.push_back(c10::make_intrusive<LayerState>(
-        checkpoints, std::min(kInitialCapacity, max_tokens), max_tokens));
-  }
-  set_layers(std::move(layers));
+  set_layers(
+      empty_layers(num_layers, checkpoints, std::min(kInitialCapacity, max_tokens), max_tokens));
 }
 
 void PrefillContext::set_layers(LayerStates layers) {
@@ -183,7 +178,7 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
 void PrefillContext::truncate(int64_t length) {
   check_at_least("length", length, 0);
   if (call_ && length <= call_->past) ids_known_ = call_->ids_known;
-  for (const auto& layer : layers_) layer->truncate(length);
+  h2o_prefill::truncate(layers_, length);
   ids_length_ = std::min(ids_length_, length);
   if (length == 0) ids_known_ = true;
   call_.reset();

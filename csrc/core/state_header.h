@@ -23,6 +23,9 @@ struct StateGuard {
   at::NoGradGuard no_grad;
 };
 
+// A copy that shares no memory.
+inline at::Tensor packed(const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); }
+
 using LayerStates = std::vector<c10::intrusive_ptr<LayerState>>;
 
 // Reads the pickled form, and throws if it is anything else.
@@ -96,7 +99,23 @@ inline LayerStates layers_of(StateReader& state) {
   return layers;
 }
 
-// LayerState::checkpoint_before() of all layers.
+// Empty layers; the arguments are those of LayerState. Throws c10::ValueError for a wrong number.
+inline LayerStates empty_layers(int64_t count, bool checkpoints = false,
+                                int64_t initial_capacity = LayerState::kInitialCapacity,
+                                int64_t max_capacity = LayerState::kMostTokens) {
+  check_num_layers(count);
+  LayerStates layers;
+  for (int64_t i = 0; i < count; ++i) {
+    layers.push_back(c10::make_intrusive<LayerState>(checkpoints, initial_capacity, max_capacity));
+  }
+  return layers;
+}
+
+// LayerState::truncate() and checkpoint_before() of all layers.
+inline void truncate(const LayerStates& layers, int64_t length) {
+  for (const auto& layer : layers) layer->truncate(length);
+}
+
 inline int64_t checkpoint_before(const LayerStates& layers, int64_t length) {
   for (int64_t before = length + 1; length != before;) {
     before = length;

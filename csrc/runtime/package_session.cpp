@@ -72,7 +72,7 @@ int64_t PackageSession::checkpoint_before(int64_t length) const {
 void PackageSession::truncate(int64_t length) {
   check_at_least("length", length, 0);
   if (length > 0 && length >= this->length()) return;
-  for (const auto& layer : layers_) layer->truncate(length);
+  h2o_prefill::truncate(layers_, length);
   place(length);
 }
 
@@ -224,7 +224,7 @@ std::unique_ptr<PackageSession> PackageSession::branch() const {
 void PackageSession::save(const std::string& path) const {
   const PackageInfo& info = package_->info();
   check_at_least("length", length(), 1);
-  for (const auto& layer : layers_) layer->truncate(length());  // rows of drafts
+  h2o_prefill::truncate(layers_, length());  // rows of drafts
   Session{info.settings.to_fields(), info.model_hash, token_ids(), layers_}.write(path);
 }
 

@@ -12,8 +12,9 @@ from h2o_prefill.functional import LayerOptions
 from h2o_prefill.hf.call import GRAPH_BREAK, Attended, Call
 from h2o_prefill.hf.dense import attend_densely, in_autocast_dtype
 from h2o_prefill.hf.forward import call_in_graph
-from h2o_prefill.hf.layer import LayerState, StaticPrefillLayer
+from h2o_prefill.hf.layer import StaticPrefillLayer
 from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.state import LayerState
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:

@@ -23,16 +23,17 @@ from transformers.cache_utils import (
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import differing_word, fingerprint
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import (
-    ChunkedPrefillLayer,
-    LayerState,
-    StaticPrefillLayer,
-    prefill_layer_for,
-)
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, prefill_layer_for
 from h2o_prefill.session import Session
+from h2o_prefill.state import LayerState
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+
+
+def cache_among(arguments: dict[str, Any]) -> Any:
+    """Return the cache among the arguments of a model by name, None if there is none."""
+    return next((arguments[x] for x in CACHE_NAMES if arguments.get(x) is not None), None)
 
 
 def argument_names(model: nn.Module) -> list[str]:

@@ -207,7 +207,7 @@ def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Lay
         layers = getattr(context.cache, "layers", None) or ()
         layer = next((one for one in layers if _holds(one, key)), layer)
     if isinstance(layer, StaticPrefillLayer):
-        return layer if layer.keys is key else None
+        return layer if _holds(layer, key) else None
     # Multi-head latent attention caches latents, one for each key.
     holds = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
     return layer if holds else None

@@ -26,13 +26,10 @@ from h2o_prefill import ops
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import NAME, LeftOutMask, enabled_of
 from h2o_prefill.hf.layer import StaticPrefillLayer
-from h2o_prefill.hf.rules import needs_gradients, wants_weights
+from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
-
-# Of models that choose keys themselves.
-INDEX_ARGUMENTS = ("indices", "block_indices")
 
 
 def attend_densely(call: Call) -> Attended:

@@ -21,6 +21,7 @@ from h2o_prefill.hf.cache import (
     KeepsTokenIds,
     StaticPrefillCache,
     adopt,
+    cache_among,
 )
 from h2o_prefill.hf.forward import (
     ForwardContext,
@@ -60,8 +61,7 @@ class Entry:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward by name, the cache always as `cache`."""
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        caches = (named[name] for name in CACHE_NAMES if named.get(name) is not None)
-        return {**named, "cache": next(caches, None)}
+        return {**named, "cache": cache_among(named)}
 
     def replace(self, arguments: Arguments, name: str, value: Any) -> Arguments:
         """Return the arguments of a forward with another value for one."""
@@ -157,8 +157,7 @@ def run_generate(entry: Entry, generate: Any, *args: Any, **kwargs: Any) -> Any:
     if not entry.on or not parts:
         return generate(*args, **kwargs)
     if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == max(parts):
-        cache = next((named[x] for x in CACHE_NAMES if named.get(x) is not None), None)
-        _check_begins_with(cache, ids)
+        _check_begins_with(cache_among(named), ids)
     with announce(entry.handle.state, max(parts)):
         return generate(*args, **kwargs)
 

@@ -13,13 +13,11 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from h2o_prefill.functional import LayerOptions, attend_in_buffers
-from h2o_prefill.state import no_errors, score_dtype, with_room
+from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-
-LayerState: Any = torch.classes.h2o_prefill.LayerState
 
 # What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
 # graph. `layer`: the cache layer that was updated last, to which the next attention belongs.

@@ -17,8 +17,9 @@ from h2o_prefill.fingerprint import fingerprint
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, LayerState, RecurrentLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, RecurrentLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill, read_prompt
+from h2o_prefill.state import LayerState
 
 # Layers whose rows of a chunk can be told from others, or that are small: those that keep all keys
 # beside a recurrence are neither.

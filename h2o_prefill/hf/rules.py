@@ -11,6 +11,9 @@ from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
 from h2o_prefill.hf.layer import StaticPrefillLayer
 
+# Of models that choose keys themselves.
+INDEX_ARGUMENTS = ("indices", "block_indices")
+
 # Arguments of attention functions that no operator takes, and why calls with them are dense.
 ARGUMENTS = {
     "cache": "paged caches are not supported",
@@ -19,7 +22,7 @@ ARGUMENTS = {
         ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"),
         "packed sequences are not supported",
     ),
-    **dict.fromkeys(("indices", "block_indices"), "the model chooses its own keys already"),
+    **dict.fromkeys(INDEX_ARGUMENTS, "the model chooses its own keys already"),
 }
 
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
