@@ -12,7 +12,7 @@ from random_calls import twin
 from soak import soak_run
 from soak.soak_run import KINDS, MIB, SoakRun
 
-from h2o_prefill import ops
+from h2o_prefill.hf import attention
 
 SEED = 7
 ITEMS = 20
@@ -40,7 +40,7 @@ def test_items_are_right(kind):
 
 @pytest.mark.parametrize(
     ("kind", "place", "name"),
-    [("prompts", twin, "sparse_attention"), ("model", ops, "prefill_attention_")],
+    [("prompts", twin, "sparse_attention"), ("model", attention, "_attend_sparsely")],
 )
 def test_a_wrong_element_is_found(monkeypatch, kind, place, name):
     call = getattr(place, name)
