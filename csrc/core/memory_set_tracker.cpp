@@ -26,10 +26,10 @@ MemorySetTracker::MemorySetTracker(LayerStates layers, const PrefillConfig& conf
     : layers_(std::move(layers)),
       local_window_(config.local_window),
       heavy_budget_(config.heavy_budget),
-      sink_tokens_(config.sink_tokens),
-      first_memory_size_(config.of_layer(0).memory_size()),
-      memory_size_(config.of_layer(1).memory_size()) {
-  config.check();
+      sink_tokens_(config.sink_tokens) {
+  config.check();  // first: budgets beyond its bounds overflow in memory_size()
+  first_memory_size_ = config.of_layer(0).memory_size();
+  memory_size_ = config.of_layer(1).memory_size();
 }
 
 const c10::intrusive_ptr<LayerState>& MemorySetTracker::layer(int64_t layer) const {

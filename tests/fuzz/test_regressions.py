@@ -56,6 +56,9 @@ PROGRAMS = {
         )
     ),
     "two billion layers": Program((Step("MemorySetTracker", "new", (2**31 - 1, 0, 0, 0)),)),
+    "a local window beyond every prompt": Program(
+        (Step("MemorySetTracker", "new", (1, 2**63 - 1, 1, 0)),), valid=False
+    ),
     "a call beyond every prompt": Program(
         (Step("ChunkManager", "new", (1, 2**63 - 1, 1)), Step("ChunkManager", "end", (0,)))
     ),
