@@ -32,6 +32,8 @@ from h2o_prefill.vocabulary import check_tokenizer
 # Letters of an answer in a table.
 _SHOWN = 28
 
+_EXACT = PRESETS["exact"].to_string()
+
 
 @dataclass(frozen=True)
 class ComparedRun:
@@ -54,6 +56,13 @@ class Comparison:
 
     tokens: int  # of the prompt
     runs: tuple[ComparedRun, ...]
+    seconds_without_attention: float  # median of prefills whose layers skip attention
+
+    @property
+    def attention_share(self) -> float:
+        """Share of attention in the seconds of `exact`, in [0, 1]."""
+        exact = next(run.seconds for run in self.runs if run.settings == _EXACT)
+        return max(0.0, 1 - self.seconds_without_attention / exact)
 
     def __str__(self) -> str:
         heads = "", "seconds", "times as fast", "mean KL, nats"
@@ -67,7 +76,10 @@ class Comparison:
             rows.append((run.name, *measured, *(lost if run.settings else ("", "")), cut))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *lines])
+        share = self.attention_share
+        bound = f", so sparsity gains at most {1 / (1 - share):.2f}x over it" if share < 1 else ""
+        note = f"attention takes {share:.0%} of exact{bound}"
+        return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *lines, note])
 
 
 def compare(
@@ -83,10 +95,11 @@ def compare(
     """Measure what `enable` brings on a prompt, and what it changes.
 
     The prompt is prefilled by the model's own attention, by the preset "exact" and by the settings
-    of `enable`. They take turns, so that a machine that drifts slows all alike. A prefill computes
-    the logits of the last token alone; one of each before that is not timed, and gives the
-    distributions of all tokens. Where a model does more with its output layer than a product
-    (softcap, scaling), their logits are kept whole.
+    of `enable`. They take turns, so that a machine that drifts slows all alike, with prefills that
+    skip attention, which bound what sparsity could gain. A prefill computes the logits of the last
+    token alone; one of each before that is not timed, and gives the distributions of all tokens.
+    Where a model does more with its output layer than a product (softcap, scaling), their logits
+    are kept whole.
 
     Parameters
     ----------
@@ -116,6 +129,7 @@ def compare(
     """
     check_counts("max_new_tokens", max_new_tokens)
     check_counts("repeats", repeats)
+    from h2o_prefill.eval.observe import without_attention
     from h2o_prefill.hf.enable import paused
 
     with paused(model) as handle, torch.no_grad(), eval_mode(model):
@@ -144,7 +158,7 @@ def compare(
 
         check_length(model, tokens + max_new_tokens, "prompt and new tokens")
         forward = PromptForward(model)
-        step = count_steps(on_progress, len(modes) * (repeats + 2))
+        step = count_steps(on_progress, len(modes) * (repeats + 2) + repeats)
         baseline: PromptLogits | None = None
         # Mean KL, change of perplexity and its error; none of the first run.
         changes: dict[str, tuple[float, float, float]] = {}
@@ -170,11 +184,15 @@ def compare(
                 changes[name] = scores.kl.double().mean().item(), *relative_difference(*nll)
             del logits  # before the next ones are made
         seconds: dict[str, list[float]] = {name: [] for name in modes}
+        bare = []
         for _ in range(repeats):
             for name, settings in modes.items():
                 step(f"{tokens} tokens, {name}")
                 with switched(settings):
                     seconds[name].append(forward.prefill(input_ids))
+            step(f"{tokens} tokens without attention")
+            with without_attention(model):
+                bare.append(forward.prefill(input_ids))
         step("done")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     first = next(iter(medians.values()))
@@ -183,7 +201,7 @@ def compare(
         text = "" if settings is None else settings.to_string()
         times = medians[name], tuple(seconds[name]), first / medians[name]
         runs.append(ComparedRun(name, text, *times, *changes[name], answers[name]))
-    return Comparison(tokens, tuple(runs))
+    return Comparison(tokens, tuple(runs), statistics.median(bare))
 
 
 def _read_prompt(model: Any, inputs: Any, tokenizer: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from h2o_prefill.hf.dense import attend_densely
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.presets import PRESETS
 from h2o_prefill.vocabulary import check_ids
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -48,21 +50,43 @@ def observe_attention(
     The model's outputs do not change: attention stays dense. Layers that would be dense by design
     (sliding windows, `dense_layers`) are skipped. Raises what `enable` raises.
     """
-    AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
     # Eligibility depends on the length of a call: chunks of two tokens let every prompt pass.
     short = PrefillConfig(chunk_size=2, local_window=1, heavy_budget=0, dense_layers=dense_layers)
-    with enable(model, short, strict=True):
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation", None) == SPARSE_NAME:
-                # `enable` restores the name that it found, so this one does not outlast the block.
-                config._attn_implementation_internal = NAME  # type: ignore[union-attr]
+    with _replaced_attention(model, short, _observed_attention, strict=True):
         token = _observer.set(observe)
         try:
             yield
         finally:
             _observer.reset(token)
+
+
+def without_attention(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the layers that `enable` changes skip attention.
+
+    What is left of a prefill's time is what no attention can go below.
+    """
+    return _replaced_attention(model, PRESETS["exact"], _skipped_attention)
+
+
+@contextlib.contextmanager
+def _replaced_attention(
+    model: PreTrainedModel, config: PrefillConfig, attend: Any, strict: bool = False
+) -> Iterator[None]:
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
+    with enable(model, config, strict=strict):
+        for module in model.modules():
+            settings = getattr(module, "config", None)
+            if getattr(settings, "_attn_implementation", None) == SPARSE_NAME:
+                # `enable` restores the name that it found, so this one does not outlast the block.
+                settings._attn_implementation_internal = NAME  # type: ignore[union-attr]
+        yield
+
+
+@as_attention_function
+def _skipped_attention(call: Call) -> Attended:
+    batch, heads, tokens, _ = call.query.shape
+    return call.value.new_zeros(batch, tokens, heads, call.value.shape[-1]), None
 
 
 @as_attention_function

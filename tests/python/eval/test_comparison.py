@@ -5,7 +5,8 @@ import torch
 
 import h2o_prefill
 from h2o_prefill import compare
-from h2o_prefill.eval import evaluate_perplexity
+from h2o_prefill.eval import evaluate_perplexity, observe
+from h2o_prefill.eval.comparison import ComparedRun, Comparison
 from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.hf.kinds import enabled_of
 
@@ -23,8 +24,9 @@ def prefills(monkeypatch):
     found = []
 
     def prefill(self, input_ids):
-        enabled = enabled_of(self._model.config)
-        found.append(None if enabled is None else enabled.config.to_string())
+        enabled, name = enabled_of(self._model.config), self._model.config._attn_implementation
+        settings = None if enabled is None else enabled.config.to_string()
+        found.append("no attention" if name == observe.NAME else settings)
         return float(len(found))
 
     monkeypatch.setattr(PromptForward, "prefill", prefill)
@@ -50,12 +52,13 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
     layer = set(tiny_model.model.layers[0].modules())
     assert all(module.training == (module not in layer) for module in tiny_model.modules())
     tiny_model.generation_config.return_dict_in_generate = False
-    assert prefills == [None, "exact", small_config.to_string()] * 3
-    assert steps == [(done, 15) for done in range(16)]
+    assert prefills == [None, "exact", small_config.to_string(), "no attention"] * 3
+    assert steps == [(done, 18) for done in range(19)]
     own, exact, sparse = result.runs
     assert [run.name for run in result.runs] == [*NAMES, small_config.to_string()]
-    assert [run.seconds for run in result.runs] == [4.0, 5.0, 6.0]
-    assert sparse.all_seconds == (3.0, 6.0, 9.0) and sparse.speedup == pytest.approx(4 / 6)
+    assert [run.seconds for run in result.runs] == [5.0, 6.0, 7.0]
+    assert sparse.all_seconds == (3.0, 7.0, 11.0) and sparse.speedup == pytest.approx(5 / 7)
+    assert result.seconds_without_attention == 8.0 and result.attention_share == 0.0
     assert (own.kl_mean, own.delta_percent, own.speedup, own.settings) == (0.0, 0.0, 1.0, "")
     assert abs(exact.kl_mean) < 1e-6 and abs(exact.delta_percent) < 1e-3
     expected = evaluate_perplexity(tiny_model, ids, small_config, context=64, windows="0:1")
@@ -66,9 +69,24 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
     assert sparse.answer == tiny_tokenizer.decode(made, skip_special_tokens=True)
 
     shown = str(result).splitlines()
-    assert shown[0].startswith("64 tokens") and len(shown) == 5 and "%" not in shown[2]
-    row = "6.00", "0.67x", f"{sparse.kl_mean:.4f}", f"{sparse.delta_percent:+.2f}"
-    assert shown[2].split()[3:5] == ["4.00", "1.00x"] and tuple(shown[4].split()[1:5]) == row
+    assert shown[0].startswith("64 tokens") and len(shown) == 6 and "%" not in shown[2]
+    row = "7.00", "0.71x", f"{sparse.kl_mean:.4f}", f"{sparse.delta_percent:+.2f}"
+    assert shown[2].split()[3:5] == ["5.00", "1.00x"] and tuple(shown[4].split()[1:5]) == row
+
+
+def test_the_share_of_attention_bounds_what_sparsity_gains(tiny_model, ids):
+    exact = ComparedRun("exact, lossless", "exact", 8.0, (8.0,), 1.0, 0.0, 0.0, 0.0, "")
+    result = Comparison(64, (exact,), 2.0)
+    assert str(result).endswith(
+        "attention takes 75% of exact, so sparsity gains at most 4.00x over it"
+    )
+    with torch.no_grad():
+        before = tiny_model(ids[None]).logits
+        with observe.without_attention(tiny_model):
+            bare = tiny_model(ids[None]).logits
+        # Without attention a token's logits depend on this token alone.
+        assert torch.equal(bare[0, ids == ids[0]], bare[:1, 0].expand((ids == ids[0]).sum(), -1))
+        assert not torch.equal(bare, before) and torch.equal(tiny_model(ids[None]).logits, before)
 
 
 def test_ids_and_texts_are_prompts(tiny_model, tiny_tokenizer, small_config, prefills):
