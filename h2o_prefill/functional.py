@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,34 +24,16 @@ NO_RECALL: RecallLists = (None, None, None)
 class LayerOptions(NamedTuple):
     """What the operators of one layer take besides tensors and state."""
 
-    recall: RecallLists  # what `lexical_recall` found for the call
+    recall: RecallLists  # what `lexical_recall` returned for the call
     layer: int
     settings: str  # of all layers
     logits: LogitOptions
+    window: int | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The same as `LayerState.attend` takes them."""
-        return self.layer, self.settings, *self.logits, *self.recall
-
-
-def attend_in_buffers(
-    query: Tensor,
-    added: tuple[Tensor, Tensor],
-    buffers: Sequence[Any],
-    position: Tensor,
-    options: LayerOptions,
-    window: int | None = None,
-) -> Tensor:
-    """Call the operator that keeps a layer's state in place.
-
-    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors.
-    """
-    keys, values, scores, memory, errors = buffers
-    recall, layer, settings, logits = options
-    state: tuple[Any, ...] = (keys, values, scores, memory, position)
-    rest: tuple[Any, ...] = (*recall, layer, settings, *logits, errors, window)
-    return ops.prefill_attention_(query, *added, *state, *rest)
+        """The same as `LayerState.attend` and `ops.prefill_attention_` take them."""
+        return self.layer, self.settings, *self.logits, *self.recall, self.window
 
 
 def sparse_attention(
@@ -71,11 +52,9 @@ def sparse_attention(
     Arguments as for `ops.chunked_sparse_attention`, and a `LayerState`. Without one, all earlier
     tokens are candidates for the first memory set, with score 0.
     """
-    before: tuple[Any, ...] = (None, None, 0, None)
-    if state is not None and state.scored:
-        before = state.scores, state.memory, state.last_chunk_begin, state.errors
-    scores, memory, begin, errors = before
-    options = *recall, begin, config, scale, sinks, softcap, errors
+    before = LayerState() if state is None else state  # whose tensors are None without scores
+    scores, memory, errors = before.scores, before.memory, before.errors
+    options = *recall, before.last_chunk_begin, config, scale, sinks, softcap, errors
     out, scores, memory, errors = ops.chunked_sparse_attention(q, k, v, scores, memory, *options)
     after = LayerState()
     begin = config.last_chunk_begin(k.shape[2] - q.shape[2], q.shape[2])
@@ -109,7 +88,7 @@ def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: 
     blocks = -(-length // block)
     first, last = begin // block, -(-end // block)
     rows = [offsets[i + first : i + last + 1] for i in range(0, len(offsets) - 1, blocks)]
-    kept = torch.cat([torch.arange(int(x[0]), int(x[-1])) for x in rows]).to(positions.device)
+    entries = torch.cat([torch.arange(int(x[0]), int(x[-1])) for x in rows]).to(positions.device)
     sizes = torch.cat([x.diff() for x in rows])
     ends = torch.cat([offsets[:1], sizes.cumsum(0, dtype=torch.int32)])
-    return ends, positions[kept], visible_from[kept]
+    return ends, positions[entries], visible_from[entries]

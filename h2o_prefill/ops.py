@@ -212,50 +212,24 @@ def chunked_sparse_attention(
 
 
 @_operator
-def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Tensor | None,
-    memory: Tensor | None,
-    recall_offsets: Tensor | None,
-    recall_positions: Tensor | None,
-    recall_visible_from: Tensor | None,
-    last_chunk_begin: int,
-    layer: int,
-    settings: PrefillConfig | str,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    errors: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend with one layer's queries of a call, sparsely or densely as the settings say.
-
-    `settings` are those of the whole model, `layer` is the index of the layer. Takes and returns
-    the rest as `chunked_sparse_attention` does. A dense call returns the state unchanged, with
-    score 0 for its own positions, and does not change `last_chunk_begin`.
-    """
-
-
-@_operator
 def prefill_attention_(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cache_key: Tensor,
     cache_value: Tensor,
     scores: Tensor,
     memory: Tensor,
+    errors: Tensor | None,
     position: Tensor,
-    recall_offsets: Tensor | None,
-    recall_positions: Tensor | None,
-    recall_visible_from: Tensor | None,
     layer: int,
     settings: PrefillConfig | str,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    errors: Tensor | None = None,
+    recall_offsets: Tensor | None = None,
+    recall_positions: Tensor | None = None,
+    recall_visible_from: Tensor | None = None,
     window: int | None = None,
     checkpoint_memory: Tensor | None = None,
     checkpoint_scores: Tensor | None = None,
@@ -270,23 +244,23 @@ def prefill_attention_(
 
     Parameters
     ----------
-    k, v : Tensor
-        Of the call's tokens alone.
+    k, v : Tensor, optional
+        Of the call's tokens alone. None: the caches contain them already.
     cache_key, cache_value : Tensor
         [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv]: k and v are written into them.
     scores : Tensor
         [B, Hkv, capacity], contiguous, 0 at first; [B, Hkv, 0] for a layer that is always dense.
     memory : Tensor
         int32 [B, Hkv, `PrefillConfig.memory_size` of the layer or more], contiguous, -1 at first.
+    errors : Tensor, optional
+        Contiguous; needed where the settings have `error_rows`.
     position : Tensor
         int64 [2] on the CPU: the number of tokens before the call, and where the last sparse chunk
         began; both 0 at first.
-    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        What `recall_at_position` returned for the call. A dense call ignores them.
     layer, settings
         Index of the layer, and settings of the whole model.
-    errors : Tensor, optional
-        Contiguous; needed where the settings have `error_rows`.
+    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
+        What `recall_at_position` returned for the call. A dense call ignores them.
     window : int, optional
         Of a layer with a sliding window, at least 1: calls whose history is longer are exact, as
         `sliding_window_attention` computes them.

@@ -33,7 +33,7 @@ using Context = c10::intrusive_ptr<PrefillContext>;
 // The result of lexical_recall in TorchScript.
 using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-RecallLists recall_lists(const std::optional<Lists>& lists) {
+RecallLists unpacked(const std::optional<Lists>& lists) {
   if (!lists) return {};
   const auto& [offsets, positions, visible_from] = *lists;
   return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
@@ -51,7 +51,7 @@ void add_fields(torch::class_<Holder<PrefillConfig>>& cls, const ConfigField<Fie
           "Settings of one sparse prefill; see h2o_prefill.PrefillConfig for the meaning of each.",
           {(arg(fields.name) = defaults.*fields.member)...});
   (cls.def_property(fields.name,
-                    [member = fields.member](const Config& self) { return self->held.*member; }),
+                    [member = fields.member](const Config& self) { return self->object.*member; }),
    ...);
 }
 
@@ -79,7 +79,7 @@ void register_config(torch::Library& m) {
           "Return the names of the presets.")
       .def("with_fields",
            [](const Config& self, const std::string& fields) {
-             return hold(self->held.with(fields));
+             return hold(self->object.with(fields));
            },
            "Return a copy with the fields of a text like \"local_window=256\" changed.",
            {arg("fields")})
@@ -98,7 +98,7 @@ void register_config(torch::Library& m) {
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",
            [](const Config& self, const at::Tensor& like) {
-             return shortest_sparse_prompt(self->held, device_cost(like).sparse_product);
+             return shortest_sparse_prompt(self->object, device_cost(like).sparse_product);
            },
            "Return the length from which sparse attention is faster on the device of a tensor.",
            {arg("like")})
@@ -119,7 +119,7 @@ void register_config(torch::Library& m) {
            {arg("past"), arg("num_tokens")})
       .def("last_chunk_begin", of(&PrefillConfig::last_chunk_begin),
            "Return where the last chunk of a call begins.", {arg("past"), arg("num_tokens")})
-      .def_pickle([](const Config& self) { return self->held.to_fields(); },
+      .def_pickle([](const Config& self) { return self->object.to_fields(); },
                   [](const std::string& fields) { return hold(PrefillConfig::parse(fields)); });
 }
 
@@ -184,7 +184,7 @@ void register_tracker(torch::Library& m) {
       .def_static(
           "for_config",
           [](int64_t num_layers, const Config& config) {
-            return c10::make_intrusive<MemorySetTracker>(num_layers, config->held);
+            return c10::make_intrusive<MemorySetTracker>(num_layers, config->object);
           },
           "Return a tracker with the budgets of a config.")
       .def("init_chunk_scores", &MemorySetTracker::init_chunk_scores,
@@ -236,7 +236,7 @@ void register_tracker(torch::Library& m) {
 void register_attention(torch::Library& m) {
   m.class_<ChunkedSparseAttention>("ChunkedSparseAttention")
       .def(torch::init([](const Config& config) {
-             return c10::make_intrusive<ChunkedSparseAttention>(config->held);
+             return c10::make_intrusive<ChunkedSparseAttention>(config->object);
            }),
            "Attention of one model under chunked sparse prefill; holds the settings only.",
            {arg("config")})
@@ -246,7 +246,7 @@ void register_attention(torch::Library& m) {
               std::optional<double> scale, const std::optional<Lists>& recall,
               std::optional<int64_t> window) {
              return self->forward(layer, query, key, value, cache, tracker, scale,
-                                  recall_lists(recall), window);
+                                  unpacked(recall), window);
            },
            "Append key and value to the cache and attend with the call's queries [B, Hq, T, D], "
            "sparsely or densely as the settings say, or exactly in a window that the history does "
@@ -266,7 +266,7 @@ void register_context(torch::Library& m) {
   auto cls = m.class_<PrefillContext>("PrefillContext");
   cls.def(torch::init(
               [](int64_t num_layers, int64_t max_tokens, const Config& config, bool checkpoints) {
-                return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->held,
+                return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->object,
                                                            checkpoints);
               }),
           "The state of one prompt: settings, keys and values, scores and memory sets, token "

@@ -24,9 +24,7 @@ LayerOptions options_of(int64_t layer, std::string_view settings, std::optional<
           .scale = scale,
           .sinks = sinks,
           .softcap = softcap,
-          .recall = {.offsets = or_undefined(offsets),
-                     .positions = or_undefined(positions),
-                     .visible_from = or_undefined(visible_from)},
+          .recall = recall_lists(offsets, positions, visible_from),
           .window = window};
 }
 

@@ -40,7 +40,7 @@ void register_sampler(torch::Library& m) {
 struct AnswerHolder : Holder<Answer> {
   AnswerHolder(const Held<PackageSession>& of, const at::Tensor& token_ids,
                const GenerateOptions& options, const Held<Sampler>& by)
-      : Holder(of->held, token_ids, options, by->held), session(of), sampler(by) {}
+      : Holder(of->object, token_ids, options, by->object), session(of), sampler(by) {}
   Held<PackageSession> session;
   Held<Sampler> sampler;
 };
@@ -67,7 +67,7 @@ void register_package_session(torch::Library& m) {
            {arg("length")})
       .def("forward",
            [](const Self& self, const at::Tensor& token_ids, const at::Tensor& rows) {
-             return self->held.forward(token_ids, rows);
+             return self->object.forward(token_ids, rows);
            },
            "Run the next tokens, int64 [1, T]; return the logits of rows, int64 [R].",
            {arg("token_ids"), arg("rows")})

@@ -110,6 +110,7 @@ AttentionArguments AttentionArguments::last_rows(int64_t rows) const {
 }
 
 void check_no_internal_overlap(const NamedTensor& written) {
+  check_strided(written.name, written.tensor);
   TORCH_CHECK_VALUE(at::has_internal_overlap(written.tensor) != at::MemOverlap::Yes, written.name,
                     " must have every element at an address of its own, since it is written in "
                     "place; clone() it: got shape ",
@@ -118,25 +119,26 @@ void check_no_internal_overlap(const NamedTensor& written) {
 
 void check_no_overlap(const NamedTensor& written, c10::ArrayRef<NamedTensor> others) {
   for (const NamedTensor& other : others) {
+    check_strided(other.name, other.tensor);
     TORCH_CHECK_VALUE(!share_memory(written.tensor, other.tensor), other.name,
                       " must not share memory with ", written.name,
                       ", which is written in place; clone() one of them");
   }
 }
 
-void check_qkv(const AttentionArguments& x) {
+void check_qkv(const AttentionArguments& x, const char* key, const char* value) {
   const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
   check_dims("q", q, 4);
-  check_dims("k", k, 4);
-  check_dims("v", v, 4);
+  check_dims(key, k, 4);
+  check_dims(value, v, 4);
   check_float("q", q);
-  check_same_kind("k", k, q, "q");
-  check_same_kind("v", v, q, "q");
-  check_size("k", k, 0, q.size(0), "the batch size of q");
-  check_size("v", v, 0, q.size(0), "the batch size of q");
-  check_size("k", k, 3, q.size(3), "the head dim of q");
-  check_size("v", v, 1, k.size(1), "the heads of k");
-  check_size("v", v, 2, k.size(2), "the length of k");
+  check_same_kind(key, k, q, "q");
+  check_same_kind(value, v, q, "q");
+  check_size(key, k, 0, q.size(0), "the batch size of q");
+  check_size(value, v, 0, q.size(0), "the batch size of q");
+  check_size(key, k, 3, q.size(3), "the head dim of q");
+  check_size(value, v, 1, k.size(1), "the KV heads");
+  check_size(value, v, 2, k.size(2), "as many rows as keys");
   TORCH_CHECK_VALUE(q.size(3) > 0 && v.size(3) > 0, "head dims must be > 0, got ", q.size(3),
                     " and ", v.size(3));
   TORCH_CHECK_VALUE(q.size(1) > 0 && k.size(1) > 0,
@@ -274,6 +276,7 @@ void check_lexical_recall(const Tensor& token_ids, int64_t begin, const PrefillC
 }
 
 void check_errors(const Tensor& errors, const Tensor& x, bool is_state) {
+  check_dims("errors", errors, 3);
   check_dtype("errors", errors, at::kFloat);
   check_device("errors", errors, x, "the scores or keys");
   const std::vector<int64_t> wanted{x.size(0), x.size(1), kErrorFields};

@@ -18,7 +18,7 @@ struct NamedTensor {
   const at::Tensor& tensor;
 };
 
-// Throws c10::ValueError that names a tensor written in place if it is expanded.
+// Throws c10::ValueError that names a tensor written in place if it is expanded or not strided.
 void check_no_internal_overlap(const NamedTensor& written);
 
 // Throws c10::ValueError that names both if `written` shares memory with one of `others`. Parts of
@@ -27,7 +27,7 @@ void check_no_overlap(const NamedTensor& written, c10::ArrayRef<NamedTensor> oth
 
 // q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
 // softmax scale, which must be finite.
-void check_qkv(const AttentionArguments& x);
+void check_qkv(const AttentionArguments& x, const char* key = "k", const char* value = "v");
 
 // sinks: floating point [Hq], on the device of the query. softcap: finite, not negative.
 void check_logit_options(const AttentionArguments& x);

@@ -126,7 +126,7 @@ void set_field(PrefillConfig& config, std::string_view name, std::string_view te
 
 // A text like "a=1,b=2" by field.
 void set_fields(PrefillConfig& config, std::string_view text) {
-  std::set<std::string_view> given;
+  std::set<std::string_view> names;
   for (const std::string_view part : split(text, ',')) {
     const size_t equals = part.find('=');
     TORCH_CHECK_VALUE(
@@ -135,7 +135,7 @@ void set_fields(PrefillConfig& config, std::string_view text) {
         one_line(part), "\" where a field is expected");
     const std::string_view name = part.substr(0, equals);
     set_field(config, name, part.substr(equals + 1));
-    TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"",
+    TORCH_CHECK_VALUE(names.insert(name).second, name, " must be given once, got \"",
                       one_line(text), '"');
   }
 }

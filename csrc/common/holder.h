@@ -13,8 +13,8 @@ namespace h2o_prefill {
 template <typename T>
 struct Holder : torch::CustomClassHolder {
   template <typename... Arguments>
-  explicit Holder(Arguments&&... arguments) : held(std::forward<Arguments>(arguments)...) {}
-  T held;
+  explicit Holder(Arguments&&... arguments) : object(std::forward<Arguments>(arguments)...) {}
+  T object;
 };
 template <typename T>
 using Held = c10::intrusive_ptr<Holder<T>>;
@@ -33,7 +33,7 @@ T& object_of(const SelfOf<T>& self) {
   if constexpr (std::is_base_of_v<torch::CustomClassHolder, T>) {
     return *self;
   } else {
-    return self->held;
+    return self->object;
   }
 }
 

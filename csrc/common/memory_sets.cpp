@@ -17,9 +17,9 @@ WideningRule widening_of(const PrefillConfig& settings) {
 std::vector<int64_t> measured_rows(const PrefillConfig& settings, int64_t begin, int64_t count) {
   const RowRange rows{.begin = 0, .count = count, .past = begin};
   const int64_t measured = std::min(settings.error_rows, count);
-  std::vector<int64_t> found;
-  for (int64_t i = 0; i < measured; ++i) found.push_back(error_row(rows, measured, i));
-  return found;
+  std::vector<int64_t> offsets;
+  for (int64_t i = 0; i < measured; ++i) offsets.push_back(error_row(rows, measured, i));
+  return offsets;
 }
 
 std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::Tensor& errors,
@@ -37,10 +37,10 @@ std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::T
 
 void record_errors(const at::Tensor& errors, const at::Tensor& error, const WideningRule& rule) {
   const auto entries = errors.cpu().contiguous();
-  const auto found = error.cpu().to(at::kDouble).contiguous();
+  const auto values = error.cpu().to(at::kDouble).contiguous();
   auto* entry = entries.mutable_data_ptr<float>();
-  for (int64_t unit = 0; unit < found.numel(); ++unit, entry += kErrorFields) {
-    rule.record(entry, found.const_data_ptr<double>()[unit]);
+  for (int64_t unit = 0; unit < values.numel(); ++unit, entry += kErrorFields) {
+    rule.record(entry, values.const_data_ptr<double>()[unit]);
   }
   if (!entries.is_same(errors)) errors.copy_(entries);
 }

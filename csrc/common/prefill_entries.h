@@ -18,14 +18,6 @@ namespace h2o_prefill {
 // Computes the sparse attention of all rows, updates the state, and returns [B, Hq, T, Dv].
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
-// From the three optional tensors of a schema.
-inline RecallLists recall_lists(const OptionalTensor& offsets, const OptionalTensor& positions,
-                                const OptionalTensor& visible_from) {
-  return {.offsets = or_undefined(offsets),
-          .positions = or_undefined(positions),
-          .visible_from = or_undefined(visible_from)};
-}
-
 // A sparse call, whose last `dense_tail` queries attend to every key instead.
 template <SparseAttention attend, Attention attend_densely>
 at::Tensor attend_sparsely(const PrefillRequest& request) {
@@ -40,29 +32,8 @@ at::Tensor attend_sparsely(const PrefillRequest& request) {
 // out, scores, memory, errors
 using PrefillResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// A call that returns its state as new tensors: sparse or dense as the settings of a model say for
-// the layer, or sparse if there is no layer.
-template <SparseAttention attend, Attention attend_densely>
-PrefillResult attend_with_copies(const AttentionArguments& x, const OptionalTensor& scores,
-                                 const OptionalTensor& memory, const OptionalTensor& errors,
-                                 int64_t last_chunk_begin, const RecallLists& recall,
-                                 const PrefillConfig& settings, std::optional<int64_t> layer) {
-  PrefillRequest request{x};
-  request.start = or_undefined(memory);
-  request.last_chunk_begin = last_chunk_begin;
-  request.recall = recall;
-  request.settings = settings;
-  request.check();
-  const bool is_sparse = !layer || settings.is_sparse(*layer, x.past(), x.length());
-  request.take_copies(scores, memory, errors, /*keep=*/!is_sparse || x.is_empty());
-  at::Tensor out = x.is_empty() ? x.empty_out()
-                   : is_sparse  ? attend_sparsely<attend, attend_densely>(request)
-                                : attend_densely(request);
-  return {std::move(out), std::move(request.scores), std::move(request.memory),
-          std::move(request.errors)};
-}
-
-// h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
+// h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer;
+// returns the state as new tensors.
 template <SparseAttention attend, Attention attend_densely>
 PrefillResult chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& scores,
@@ -70,45 +41,37 @@ PrefillResult chunked_sparse_attention_entry(
     const OptionalTensor& recall_positions, const OptionalTensor& recall_visible_from,
     int64_t last_chunk_begin, std::string_view settings, std::optional<double> scale,
     const OptionalTensor& sinks, double softcap, const OptionalTensor& errors) {
-  return attend_with_copies<attend, attend_densely>(
-      {q, k, v, scale, sinks, softcap}, scores, memory, errors, last_chunk_begin,
-      recall_lists(recall_offsets, recall_positions, recall_visible_from), *read_settings(settings),
-      /*layer=*/std::nullopt);
+  PrefillRequest request{{q, k, v, scale, sinks, softcap}};
+  request.start = or_undefined(memory);
+  request.last_chunk_begin = last_chunk_begin;
+  request.recall = recall_lists(recall_offsets, recall_positions, recall_visible_from);
+  request.settings = *read_settings(settings);
+  request.check();
+  request.take_copies(scores, memory, errors);
+  at::Tensor out =
+      request.is_empty() ? request.empty_out() : attend_sparsely<attend, attend_densely>(request);
+  return {std::move(out), std::move(request.scores), std::move(request.memory),
+          std::move(request.errors)};
 }
 
-// h2o_prefill::prefill_attention
-template <SparseAttention attend, Attention attend_densely>
-PrefillResult prefill_attention_entry(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& scores,
-    const OptionalTensor& memory, const OptionalTensor& recall_offsets,
-    const OptionalTensor& recall_positions, const OptionalTensor& recall_visible_from,
-    int64_t last_chunk_begin, int64_t layer, std::string_view settings, std::optional<double> scale,
-    const OptionalTensor& sinks, double softcap, const OptionalTensor& errors) {
-  check_at_least("layer", layer, 0);
-  return attend_with_copies<attend, attend_densely>(
-      {q, k, v, scale, sinks, softcap}, scores, memory, errors, last_chunk_begin,
-      recall_lists(recall_offsets, recall_positions, recall_visible_from),
-      read_settings(settings)->of_layer(layer), layer);
-}
-
-// h2o_prefill::prefill_attention_
+// h2o_prefill::prefill_attention_: in place, sparse or dense as the settings of a model say.
 template <SparseAttention attend, Attention attend_densely, WindowAttention attend_in_window>
-at::Tensor prefill_attention_in_place_entry(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& cache_key,
-    at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const at::Tensor& position,
-    const OptionalTensor& recall_offsets, const OptionalTensor& recall_positions,
-    const OptionalTensor& recall_visible_from, int64_t layer, std::string_view settings,
+at::Tensor prefill_attention_entry(
+    const at::Tensor& q, const OptionalTensor& k, const OptionalTensor& v, at::Tensor& cache_key,
+    at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const OptionalTensor& errors,
+    const at::Tensor& position, int64_t layer, std::string_view settings,
     std::optional<double> scale, const OptionalTensor& sinks, double softcap,
-    const OptionalTensor& errors, std::optional<int64_t> window,
+    const OptionalTensor& recall_offsets, const OptionalTensor& recall_positions,
+    const OptionalTensor& recall_visible_from, std::optional<int64_t> window,
     const OptionalTensor& checkpoint_memory, const OptionalTensor& checkpoint_scores,
     const OptionalTensor& checkpoint_errors) {
-  const PlacedCall call = place_call(
-      {q, k, v, scale, sinks, softcap},
-      {cache_key, cache_value, scores, memory, or_undefined(errors)}, position,
-      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, window,
-      {.memory = or_undefined(checkpoint_memory),
-       .scores = or_undefined(checkpoint_scores),
-       .errors = or_undefined(checkpoint_errors)});
+  const PlacedCall call =
+      place_call(q, or_undefined(k), or_undefined(v),
+                 {cache_key, cache_value, scores, memory, or_undefined(errors)}, position,
+                 {layer, settings, scale, sinks, softcap,
+                  recall_lists(recall_offsets, recall_positions, recall_visible_from), window},
+                 {or_undefined(checkpoint_memory), or_undefined(checkpoint_scores),
+                  or_undefined(checkpoint_errors)});
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   if (call.is_sparse) return attend_sparsely<attend, attend_densely>(request);

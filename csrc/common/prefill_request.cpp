@@ -58,24 +58,23 @@ void check_recall_values(const RecallLists& lists, int64_t total) {
   });
 }
 
-std::vector<NamedTensor> given_of(std::initializer_list<NamedTensor> tensors) {
-  std::vector<NamedTensor> given;
-  for (const auto& named : tensors) {
-    if (named.tensor.defined()) given.push_back(named);
-  }
-  return given;
+std::vector<NamedTensor> defined_among(std::initializer_list<NamedTensor> tensors) {
+  std::vector<NamedTensor> defined;
+  std::ranges::copy_if(tensors, std::back_inserter(defined),
+                       [](const NamedTensor& x) { return x.tensor.defined(); });
+  return defined;
 }
 
 void check_recall_lists(const PrefillRequest& request) {
   const RecallLists& lists = request.recall;
-  const auto given = given_of({{"recall_offsets", lists.offsets},
-                               {"recall_positions", lists.positions},
-                               {"recall_visible_from", lists.visible_from}});
-  if (given.empty()) return;
+  const auto defined = defined_among({{"recall_offsets", lists.offsets},
+                                      {"recall_positions", lists.positions},
+                                      {"recall_visible_from", lists.visible_from}});
+  if (defined.empty()) return;
   TORCH_CHECK_VALUE(
-      given.size() == 3,
+      defined.size() == 3,
       "recall_offsets, recall_positions and recall_visible_from must be given together");
-  for (const auto& [name, list] : given) {
+  for (const auto& [name, list] : defined) {
     check_dims(name, list, 1);
     check_dtype(name, list, at::kInt);
     // The host finds them (see lexical_recall); a kernel of another device copies them.
@@ -93,57 +92,60 @@ void check_recall_lists(const PrefillRequest& request) {
   }
 }
 
-void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& x) {
-  check_dims(name, buffer, 4);
-  check_same_kind(name, buffer, x, "q");
-  check_size(name, buffer, 0, x.size(0), "the batch size");
-  check_size(name, buffer, 1, x.size(1), "the KV heads");
-  check_size(name, buffer, 3, x.size(3), "the head dim");
+// Rows of a call that go into a buffer [B, Hkv, capacity, D].
+void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& buffer,
+                int64_t length) {
+  check_dims(name, rows, 4);
+  check_same_kind(name, rows, buffer, "its buffer");
+  check_size(name, rows, 0, buffer.size(0), "the batch size");
+  check_size(name, rows, 1, buffer.size(1), "the KV heads");
+  check_size(name, rows, 2, length, "the length of q");
+  check_size(name, rows, 3, buffer.size(3), "the head dim");
 }
 
-// The buffers must have room for the call's keys and values after `past` tokens.
-void check_buffers(const AttentionArguments& x, const PrefillBuffers& buffers, int64_t past) {
-  check_qkv(x);
-  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
-  check_size("k", k, 2, q.size(2), "the length of q");
-  check_buffer("cache_key", buffers.key, k);
-  check_buffer("cache_value", buffers.value, v);
-  const int64_t capacity = buffers.key.size(2);
-  check_size("cache_value", buffers.value, 2, capacity, "the capacity of cache_key");
-  TORCH_CHECK_VALUE(past <= capacity && q.size(2) <= capacity - past,
+// x: the call, with the whole buffers of keys and values, which must have room for its tokens after
+// `past` ones. key and value: of the call.
+void check_buffers(const AttentionArguments& x, const at::Tensor& key, const at::Tensor& value,
+                   const PrefillBuffers& buffers, int64_t past) {
+  check_qkv(x, "cache_key", "cache_value");
+  const int64_t length = x.length(), capacity = x.total();
+  if (key.defined() || value.defined()) {
+    check_rows("k", key, buffers.key, length);
+    check_rows("v", value, buffers.value, length);
+  }
+  TORCH_CHECK_VALUE(past <= capacity && length <= capacity - past,
                     "cache_key must have room for the tokens before the call, ", past,
-                    ", and its own, ", q.size(2), ", got a capacity of ", capacity);
-  check_per_kv_head("scores", buffers.scores, k, accumulate_type(q), "q");
-  check_per_kv_head("memory", buffers.memory, k, at::kInt, "q");
-  if (buffers.errors.defined()) check_errors(buffers.errors, k, /*is_state=*/past > 0);
+                    ", and its own, ", length, ", got a capacity of ", capacity);
+  check_per_kv_head("scores", buffers.scores, x.key, accumulate_type(x.query), "q");
+  check_per_kv_head("memory", buffers.memory, x.key, at::kInt, "q");
+  if (buffers.errors.defined()) check_errors(buffers.errors, x.key, /*is_state=*/past > 0);
 }
 
-// k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
-// their destination.
-void check_overlaps(const AttentionArguments& x, const PrefillBuffers& buffers,
-                    const at::Tensor& position, const RecallLists& recall,
-                    const Checkpoints& checkpoints) {
-  const auto written = given_of({{"cache_key", buffers.key},
-                                 {"cache_value", buffers.value},
-                                 {"scores", buffers.scores},
-                                 {"memory", buffers.memory},
-                                 {"errors", buffers.errors},
-                                 {"checkpoint_memory", checkpoints.memory},
-                                 {"checkpoint_scores", checkpoints.scores},
-                                 {"checkpoint_errors", checkpoints.errors}});
+void check_overlaps(const AttentionArguments& x, const at::Tensor& key, const at::Tensor& value,
+                    const PrefillBuffers& buffers, const at::Tensor& position,
+                    const RecallLists& recall, const Checkpoints& checkpoints) {
+  auto written = defined_among({{"scores", buffers.scores},
+                                {"memory", buffers.memory},
+                                {"errors", buffers.errors},
+                                {"checkpoint_memory", checkpoints.memory},
+                                {"checkpoint_scores", checkpoints.scores},
+                                {"checkpoint_errors", checkpoints.errors}});
   const at::Tensor sinks = or_undefined(x.sinks);
-  const auto read = given_of({{"recall_offsets", recall.offsets},
-                              {"recall_positions", recall.positions},
-                              {"recall_visible_from", recall.visible_from},
-                              {"q", x.query},
-                              {"position", position},
-                              {"sinks", sinks}});
+  auto read = defined_among({{"recall_offsets", recall.offsets},
+                             {"recall_positions", recall.positions},
+                             {"recall_visible_from", recall.visible_from},
+                             {"q", x.query},
+                             {"k", key},
+                             {"v", value},
+                             {"position", position},
+                             {"sinks", sinks}});
+  auto& caches = key.defined() ? written : read;
+  caches.push_back({"cache_key", buffers.key});
+  caches.push_back({"cache_value", buffers.value});
   for (size_t i = 0; i < written.size(); ++i) {
     check_no_internal_overlap(written[i]);
     check_no_overlap(written[i], read);
     check_no_overlap(written[i], c10::ArrayRef(written).slice(i + 1));
-    if (i != 0) check_no_overlap(written[i], {{"k", x.key}});
-    if (i != 1) check_no_overlap(written[i], {{"v", x.value}});
   }
 }
 
@@ -191,15 +193,13 @@ bool has_few_plain_rows(const at::Tensor& x) {
 
 void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
   const auto item = static_cast<int64_t>(x.itemsize());
-  char* const rows =
-      static_cast<char*>(buffer.mutable_data_ptr()) + begin * buffer.stride(2) * item;
-  const auto* const from = static_cast<const char*>(x.const_data_ptr());
-  if (rows == from && buffer.strides() == x.strides()) return;
-  if (!has_few_plain_rows(x) || buffer.stride(3) != 1 || buffer.is_alias_of(x)) {
-    // Source rows in the same buffer may overlap their destination.
-    buffer.narrow(2, begin, x.size(2)).copy_(buffer.is_alias_of(x) ? x.clone() : x);
+  if (!has_few_plain_rows(x) || buffer.stride(3) != 1) {
+    buffer.narrow(2, begin, x.size(2)).copy_(x);
     return;
   }
+  char* const rows =
+      static_cast<char*>(buffer.mutable_data_ptr()) + begin * buffer.stride(2) * item;
+  const auto* const source = static_cast<const char*>(x.const_data_ptr());
   // While decoding, narrow() and copy_() would take longer than the copy itself.
   for (int64_t b = 0; b < x.size(0); ++b) {
     for (int64_t h = 0; h < x.size(1); ++h) {
@@ -207,7 +207,7 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
         const auto offset = [&](const at::Tensor& y) {
           return (b * y.stride(0) + h * y.stride(1) + t * y.stride(2)) * item;
         };
-        std::memcpy(rows + offset(buffer), from + offset(x), x.size(3) * item);
+        std::memcpy(rows + offset(buffer), source + offset(x), x.size(3) * item);
       }
     }
   }
@@ -243,28 +243,24 @@ void PrefillRequest::check() const {
 
 void PrefillRequest::take_copies(const OptionalTensor& earlier_scores,
                                  const OptionalTensor& earlier_memory,
-                                 const OptionalTensor& earlier_errors, bool keep) {
+                                 const OptionalTensor& earlier_errors) {
   if (earlier_scores) {
     check_per_kv_head("scores", *earlier_scores, key, accumulate_type(query), "q");
     TORCH_CHECK_VALUE(earlier_scores->size(2) <= total(), "scores must not be longer than k (",
                       total(), "), got ", earlier_scores->size(2));
   }
   const int64_t known = earlier_scores ? std::min(earlier_scores->size(2), past()) : 0;
-  const int64_t wanted = keep ? total() : past();
   scores =
       at::empty({key.size(0), key.size(1), total()}, query.options().dtype(accumulate_type(query)));
   if (known > 0) scores.narrow(2, 0, known).copy_(earlier_scores->narrow(2, 0, known));
-  if (known < wanted) scores.narrow(2, known, wanted - known).zero_();
+  if (known < past()) scores.narrow(2, known, past() - known).zero_();
 
   const int64_t width = settings.memory_size();
-  const auto options = query.options().dtype(at::kInt);
-  if (keep && earlier_memory && past() > 0) {
+  if (is_empty() && earlier_memory && past() > 0) {
     memory =
         at::constant_pad_nd(*earlier_memory, {0, width - earlier_memory->size(2)}, -1).contiguous();
-  } else if (keep) {
-    memory = at::full({key.size(0), key.size(1), width}, -1, options);
   } else {
-    memory = at::empty({key.size(0), key.size(1), width}, options);
+    memory = at::full({key.size(0), key.size(1), width}, -1, query.options().dtype(at::kInt));
   }
   if (earlier_errors) {
     check_errors(*earlier_errors, key);
@@ -284,49 +280,52 @@ RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
           .blocks = recall_blocks()};
 }
 
-PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
-                      const at::Tensor& position, const RecallLists& recall, int64_t layer,
-                      std::string_view settings, std::optional<int64_t> window,
-                      const Checkpoints& checkpoints) {
-  check_at_least("layer", layer, 0);
-  if (window) check_at_least("window", *window, 1);
-  const auto config = read_settings(settings);
+PlacedCall place_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                      const PrefillBuffers& buffers, const at::Tensor& position,
+                      const LayerOptions& options, const Checkpoints& checkpoints) {
+  check_at_least("layer", options.layer, 0);
+  if (options.window) check_at_least("window", *options.window, 1);
+  const auto settings = read_settings(options.settings);
   const auto [past, last_chunk_begin] = Position::read(position);
-  check_buffers(x, buffers, past);
-  check_logit_options(x);
-  const int64_t length = x.length();
+  PrefillRequest request{
+      {query, buffers.key, buffers.value, options.scale, options.sinks, options.softcap}};
+  check_buffers(request, key, value, buffers, past);
+  check_logit_options(request);
+  const int64_t length = request.length(), total = past + length;
   // The call that wrote the prompt has made sure of the buffers for the tokens decoded after it.
-  if (length > 1 || past == 0) check_overlaps(x, buffers, position, recall, checkpoints);
-  PlacedCall call{
-      .is_sparse = config->is_sparse(layer, past, length) && fits_window(window, past + length),
-      .request = {x}};
-  call.request.key = buffers.key.narrow(2, 0, past + length);
-  call.request.value = buffers.value.narrow(2, 0, past + length);
-  call.request.scores = buffers.scores;
-  call.request.memory = buffers.memory;
-  call.request.errors = buffers.errors;
-  call.request.last_chunk_begin = last_chunk_begin;
-  call.request.checkpoints = checkpoints;
-  if (call.is_sparse) {
-    call.request.settings = config->of_layer(layer);
-    call.request.recall = recall;
-    if (past > 0) call.request.start = buffers.memory;
-    check_state_buffers(call.request);
-    check_checkpoints(call.request);
-    call.request.check();
+  if (length > 1 || past == 0) {
+    check_overlaps(request, key, value, buffers, position, options.recall, checkpoints);
+  }
+  const bool is_sparse =
+      settings->is_sparse(options.layer, past, length) && fits_window(options.window, total);
+  request.key = buffers.key.narrow(2, 0, total);
+  request.value = buffers.value.narrow(2, 0, total);
+  request.scores = buffers.scores;
+  request.memory = buffers.memory;
+  request.errors = buffers.errors;
+  request.last_chunk_begin = last_chunk_begin;
+  request.checkpoints = checkpoints;
+  if (is_sparse) {
+    request.settings = settings->of_layer(options.layer);
+    request.recall = options.recall;
+    if (past > 0) request.start = buffers.memory;
+    check_state_buffers(request);
+    check_checkpoints(request);
+    request.check();
   }
   if (past == 0 && length > 0) {
     // An earlier prompt may have left them.
-    if (!call.is_sparse) buffers.memory.fill_(-1);
+    if (!is_sparse) buffers.memory.fill_(-1);
     if (buffers.errors.defined()) buffers.errors.zero_();
   }
-  write_rows(buffers.key, past, x.key);
-  write_rows(buffers.value, past, x.value);
-  if (const int64_t scored = std::min(past + length, buffers.scores.size(2));
-      !call.is_sparse && scored > past) {
+  if (key.defined()) {
+    write_rows(buffers.key, past, key);
+    write_rows(buffers.value, past, value);
+  }
+  if (const int64_t scored = std::min(total, buffers.scores.size(2)); !is_sparse && scored > past) {
     buffers.scores.narrow(2, past, scored - past).zero_();
   }
-  return call;
+  return {is_sparse, std::move(request)};
 }
 
 Position Position::read(const at::Tensor& position) {
@@ -352,7 +351,7 @@ std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
   static std::map<std::string, std::shared_ptr<const PrefillConfig>, std::less<>> known;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = known.find(text); found != known.end()) return found->second;
+    if (const auto entry = known.find(text); entry != known.end()) return entry->second;
   }
   auto config = std::make_shared<const PrefillConfig>(PrefillConfig::parse(text));
   const std::lock_guard<std::mutex> lock(mutex);

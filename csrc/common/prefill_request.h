@@ -18,6 +18,12 @@
 
 namespace h2o_prefill {
 
+// From the three optional tensors of a schema.
+inline RecallLists recall_lists(const OptionalTensor& offsets, const OptionalTensor& positions,
+                                const OptionalTensor& visible_from) {
+  return {or_undefined(offsets), or_undefined(positions), or_undefined(visible_from)};
+}
+
 // The lists with convert() of each; none stay none.
 template <typename Convert>
 RecallLists converted(const RecallLists& lists, const Convert& convert) {
@@ -90,10 +96,9 @@ struct PrefillRequest : AttentionArguments {
   void check() const;
 
   // Gives the call its own scores and memory, which continue the earlier ones. Throws
-  // c10::ValueError if these do not belong to the call. keep: the call is dense, so the sets are
-  // copied in the width of these settings, and new positions have score 0.
+  // c10::ValueError if these do not belong to the call.
   void take_copies(const OptionalTensor& earlier_scores, const OptionalTensor& earlier_memory,
-                   const OptionalTensor& earlier_errors, bool keep);
+                   const OptionalTensor& earlier_errors);
 
   // The lists as kernels read them. lists: on the kernels' device, contiguous.
   RecallView recall_view(const RecallLists& lists) const;
@@ -121,15 +126,14 @@ inline bool fits_window(std::optional<int64_t> window, int64_t total) {
   return !window || *window >= total;
 }
 
-// Rows of a buffer [B, H, capacity, D] from `begin` on become x, unless x is these rows already.
+// Rows of a buffer [B, H, capacity, D] from `begin` on become x.
 void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x);
 
-// Checks the arguments, writes the call's keys and values into the buffers, and sets the scores of
-// a dense call's tokens to 0. A call whose window hides some keys is dense.
-PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
-                      const at::Tensor& position, const RecallLists& recall, int64_t layer,
-                      std::string_view settings, std::optional<int64_t> window,
-                      const Checkpoints& checkpoints);
+// Checks the arguments of prefill_attention_(), writes the call's keys and values into the buffers,
+// and sets the scores of a dense call's tokens to 0. A call whose window hides some keys is dense.
+PlacedCall place_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                      const PrefillBuffers& buffers, const at::Tensor& position,
+                      const LayerOptions& options, const Checkpoints& checkpoints);
 
 // The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {

@@ -35,6 +35,7 @@ void check_call_tokens(int64_t past, int64_t num_tokens);
 void check_num_layers(int64_t num_layers);
 void check_layer(int64_t layer, int64_t num_layers);
 
+void check_strided(const char* name, const at::Tensor& t);
 // A strided tensor with this number of dimensions.
 void check_dims(const char* name, const at::Tensor& t, int64_t dims);
 void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size, const char* rule);

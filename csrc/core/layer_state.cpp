@@ -228,10 +228,7 @@ at::Tensor LayerState::attend_history(const at::Tensor& query, const at::Tensor&
   PrefillBuffers buffers{key, value, scores_, memory_, errors_};
   at::Tensor out;
   try {
-    out =
-        prefill_attention_(query, key.narrow(2, past, length), value.narrow(2, past, length),
-                           buffers, position, options.layer, options.settings, options.recall,
-                           options.scale, options.sinks, options.softcap, options.window, written);
+    out = prefill_attention_(query, {}, {}, buffers, position, options, written);
   } catch (const c10::ValueError&) {
     throw;  // before anything changed
   } catch (...) {
@@ -335,8 +332,8 @@ void LayerState::truncate(int64_t length) {
   if (length >= scored_ && !(failed_ && is_exact)) return;
   const StateGuard guard;
   // Positions after the cut, and at a checkpoint all outside of its memory set, are forgotten.
-  const int64_t kept = is_exact ? 0 : length;
-  scores_.narrow(2, kept, scores_.size(2) - kept).zero_();
+  const int64_t begin = is_exact ? 0 : length;
+  scores_.narrow(2, begin, scores_.size(2) - begin).zero_();
   if (length == 0) {
     memory_.fill_(-1);
     errors_.zero_();

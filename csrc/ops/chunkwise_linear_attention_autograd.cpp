@@ -32,13 +32,13 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
     }();
     context->save_for_backward({q, k, v, or_undefined(log_decay), or_undefined(initial_state),
                                 or_undefined(initial_normalizer)});
-    auto& kept = context->saved_data;
-    kept["feature_map"] = feature_map;
-    kept["chunk_size"] = chunk_size;
-    kept["causal"] = causal;
-    kept["diagonal_once"] = diagonal_once;
-    kept["normalize"] = normalize;
-    kept["scale"] = scale;
+    auto& options = context->saved_data;
+    options["feature_map"] = feature_map;
+    options["chunk_size"] = chunk_size;
+    options["causal"] = causal;
+    options["diagonal_once"] = diagonal_once;
+    options["normalize"] = normalize;
+    options["scale"] = scale;
     return {out, state, normalizer};
   }
 
@@ -49,13 +49,13 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
     static const auto op = find_op<LinearAttentionBackwardSignature>(
         "h2o_prefill::chunkwise_linear_attention_backward");
     const auto saved = context->get_saved_variables();
-    auto& kept = context->saved_data;
+    auto& options = context->saved_data;
     const auto [q, k, v, log_decay, state, normalizer] =
         op.call(saved[0], saved[1], saved[2], if_defined(saved[3]), if_defined(saved[4]),
                 if_defined(saved[5]), gradients[0], gradients[1], gradients[2],
-                kept["feature_map"].toStringView(), kept["chunk_size"].toInt(),
-                kept["causal"].toBool(), kept["diagonal_once"].toBool(), kept["normalize"].toBool(),
-                kept["scale"].toOptional<double>());
+                options["feature_map"].toStringView(), options["chunk_size"].toInt(),
+                options["causal"].toBool(), options["diagonal_once"].toBool(),
+                options["normalize"].toBool(), options["scale"].toOptional<double>());
     variable_list result{q, k, v, log_decay, state, normalizer};
     for (size_t i = 3; i < kTensors; ++i) {
       if (!saved[i].defined()) result[i] = at::Tensor();

@@ -72,7 +72,7 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     call.context.was_sparse = True
     state = LayerState() if layer is None else layer.synchronized()
     if layer is not None and layer.holds(key, value):
-        out = state.attend(prompt, *options.arguments, None, total)
+        out = state.attend(prompt, *options.arguments, total)
     else:
         # There is no cache, or it holds something else, such as latents.
         history = key[:, :, :total], value[:, :, :total]

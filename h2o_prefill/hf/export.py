@@ -14,7 +14,7 @@ from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest, fingerprint
-from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists, attend_in_buffers
+from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
@@ -76,10 +76,11 @@ def attend_in_place(call: Call) -> Attended:
         raise ValueError("model must pass on the arguments of its forward, to be exported")
     position, recall, settings = settled
     first = STATE_OF_LAYER * call.number
-    buffers = tuple(call.kwargs["package_state"][first : first + STATE_OF_LAYER])
-    options = LayerOptions(recall, call.number, settings, call.logit_options)
-    added, window = (call.key, call.value), window_of(call.module)
-    out = attend_in_buffers(call.query, added, buffers, position, options, window)
+    buffers = call.kwargs["package_state"][first : first + STATE_OF_LAYER]
+    window = window_of(call.module)
+    options = LayerOptions(recall, call.number, settings, call.logit_options, window)
+    state: Any = *buffers, position
+    out = ops.prefill_attention_(call.query, call.key, call.value, *state, *options.arguments)
     return out.transpose(1, 2), None
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from h2o_prefill.functional import LayerOptions, attend_in_buffers
+from h2o_prefill import ops
+from h2o_prefill.functional import LayerOptions
 from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
@@ -148,14 +149,13 @@ class StaticPrefillLayer(StaticLayer):
         self.scores: Tensor | None = None
         self.memory: Tensor | None = None
         self.errors: Tensor | None = None
-        # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
-        self.added: tuple[Tensor, Tensor] | None = None
+        self.updated = False  # whether tokens of a call wait for its attention
         self.attended = False  # whether `attend` was called in the forward that is under way
         self.memory_size = 0  # room for the memory sets of all forwards so far
 
     def prepare(self, memory_size: int) -> None:
         """Make room for the memory sets of a forward."""
-        self.added, self.attended = None, False
+        self.updated = self.attended = False
         self.memory_size = max(self.memory_size, memory_size)
         if self.is_initialized and (self.scores is None or self.scores.device != self.device):
             self._allocate()
@@ -172,24 +172,22 @@ class StaticPrefillLayer(StaticLayer):
     ) -> tuple[Tensor, Tensor]:
         value_states = value_states.to(key_states.dtype)  # Autocast leaves the keys in float32.
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self.added = key_states, value_states
+        self.updated = True
         if torch.compiler.is_dynamo_compiling():
             graph.layer = self
         return keys, values
 
     def attend(self, query: Tensor, position: Tensor, options: LayerOptions) -> Tensor:
         """Attend with the first tokens of those that `update` has just written."""
-        assert self.keys is not None and self.values is not None and self.added is not None
-        rows, kind = query.shape[2], self.keys.dtype
-        (key, value), self.added = self.added, None
-        self.attended = True
-        added = key[:, :, :rows].to(kind), value[:, :, :rows].to(kind)
-        buffers = self.keys, self.values, self.scores, self.memory, self.errors
-        return attend_in_buffers(query.to(kind), added, buffers, position, options)
+        assert self.keys is not None
+        self.updated, self.attended = False, True
+        state: Any = self.keys, self.values, self.scores, self.memory, self.errors, position
+        query = query.to(self.keys.dtype)
+        return ops.prefill_attention_(query, None, None, *state, *options.arguments)
 
     def reset(self) -> None:
         super().reset()
-        self.added = None
+        self.updated = False
         for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
             if (buffer := getattr(self, name)) is not None:
                 buffer.fill_(empty)

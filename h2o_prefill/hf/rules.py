@@ -108,7 +108,7 @@ def _changes_values(call: Call) -> bool:
 def _is_repeated(call: Call) -> bool:
     layer = call.cache_layer
     if isinstance(layer, StaticPrefillLayer):
-        return layer.added is None
+        return not layer.updated
     return layer is not None and layer.state.scored > call.past
 
 

@@ -88,7 +88,7 @@ def resized(x: Any, dim: int, size: int) -> Any:
 
 
 # Without a tensor, and of sparse ones here, PyTorch itself says what is wrong.
-PYTORCHS = (*RECALL, "errors", "token_ids", "token_text")
+PYTORCHS = ("token_ids", "token_text")
 
 
 def _kinds(operator: str, a: Arguments) -> Changes:
@@ -134,6 +134,8 @@ def _attention(a: Arguments) -> Changes:
     def emptied(dim: int, *names: str) -> Arguments:
         return {name: resized(a[name], dim, 0) for name in names}
 
+    if a["k"] is None:
+        return {"no query heads": emptied(1, "q")}
     changes = {
         "no query heads": emptied(1, "q"),
         "no KV heads": emptied(1, "k", "v"),
@@ -149,6 +151,8 @@ def _attention(a: Arguments) -> Changes:
 
 
 def _longer_query(a: Arguments) -> Changes:
+    if a["k"] is None:
+        return {}
     return {"q is longer than k": {"q": resized(a["q"], 2, a["k"].shape[2] + 1)}}
 
 
@@ -169,7 +173,7 @@ def _errors(a: Arguments) -> Changes:
 
 
 def _history(a: Arguments) -> Changes:
-    """Break the state of earlier calls and the recalled keys of `prefill_attention`."""
+    """Break the state of earlier calls and the recalled keys."""
     total, past = a["k"].shape[2], a["k"].shape[2] - a["q"].shape[2]
     changes = _attention(a) | _longer_query(a) | _positions(a, "memory", past) | _recall(a, total)
     changes |= _errors(a)
@@ -187,6 +191,8 @@ def _buffers(a: Arguments) -> Changes:
     changes["no position so large"] = {"position": Ints((INT64_MAX, 0), (2,), "int64")}
     if a["position"].values[0]:
         changes |= _errors(a)
+    if a["k"]:
+        changes["k alone"] = {"v": None}
     if room:
         changes["there is no room"] = {x: resized(a[x], 2, room - 1) for x in caches}
     return changes
@@ -283,7 +289,6 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
     "memory_attention": lambda a: (
         _attention(a) | _positions(a, "indices", a["k"].shape[2], "dense")
     ),
-    "prefill_attention": _history,
     "prefill_attention_": _buffers,
     "recall_at_position": lambda a: {
         "token_ids has no room": {"num_tokens": a["token_ids"].shape[1] + 1}

@@ -79,15 +79,6 @@ class Ints:
         return _lay_out(x.view(self.shape), self.layout)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Positions [begin, begin + length) of another argument, a tensor [B, Hkv, capacity, D]."""
-
-    of: str
-    begin: int
-    length: int
-
-
 def build(argument: Any, device: str = "cpu") -> Any:
     """Return what a description stands for; anything else is returned as it is."""
     if isinstance(argument, (Floats, Ints)):
@@ -99,11 +90,7 @@ def build(argument: Any, device: str = "cpu") -> Any:
 
 def build_all(arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Return what the arguments of a call stand for. Positions are read on the CPU."""
-    built = {n: build(x, "cpu" if n == "position" else device) for n, x in arguments.items()}
-    for name, part in arguments.items():
-        if isinstance(part, Part):
-            built[name] = built[part.of].narrow(2, part.begin, part.length)
-    return built
+    return {n: build(x, "cpu" if n == "position" else device) for n, x in arguments.items()}
 
 
 def _lay_out(x: Tensor, layout: str) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from random_calls.calls import Call
-from random_calls.descriptions import LAYOUTS, Floats, Ints, Part
+from random_calls.descriptions import LAYOUTS, Floats, Ints
 from random_calls.draw import Draw
 from random_calls.operators import DTYPES, INT32_MAX, TENSORS, draw_arguments
 
@@ -21,7 +21,7 @@ SETTINGS = {
 }
 # Arguments that are not drawn unless an example names others.
 FIXED = {"chunk_size": S, "window": 45, "layer": 1, "scale": None, "softcap": 0.0}
-SPARSE = ("chunked_sparse_attention", "prefill_attention", "prefill_attention_")
+SPARSE = ("chunked_sparse_attention", "prefill_attention_")
 LOGITS = (*SPARSE, "dense_attention", "sliding_window_attention")
 ATTENTION = (*LOGITS, "intra_chunk_attention", "memory_attention")
 LINEAR = ("chunkwise_linear_attention", "chunkwise_linear_attention_backward")
@@ -141,7 +141,7 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         )
         for rows, past in ((5, 3000), (77, 60)):
             example = {"fixed": fixed, "dtype": dtype, "sizes": {"T": rows, "P": past}}
-            yield LOGITS[3:], "sinks and softcap", f"{name}, {rows} rows after {past}", example
+            yield LOGITS[2:], "sinks and softcap", f"{name}, {rows} rows after {past}", example
     distant = {"sizes": {"T": 16 * S, "P": 0}, "fixed": {"scale": 5.0}, "dtype": "float32"}
     yield ATTENTION, "distant logits", "of up to 100", distant
     for size in (1, 7, 113, 300, INT32_MAX):
@@ -182,12 +182,6 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
     all_tensors = {"settings": {"recall": 2, "error_rows": 4, "max_widen": 1}, "fixed": every}
     sizes = {"sizes": {"T": 77, "P": 0}, "dtype": "float32"}
     yield ("prefill_attention_",), "in place", "every tensor", sizes | all_tensors
-    for name, begin in (("are there already", 30), ("lie across their place", 20)):
-        caches = {x: Floats((1, 2, 55, d)) for x, d in (("cache_key", 16), ("cache_value", 24))}
-        parts = {x[6]: Part(x, begin, 20) for x in caches}
-        yield (
-            ("prefill_attention_",),
-            "in place",
-            f"keys that {name}",
-            in_place | {"fixed": caches | parts},
-        )
+    caches = {x: Floats((1, 2, 55, d)) for x, d in (("cache_key", 16), ("cache_value", 24))}
+    there = in_place | {"fixed": caches | {"k": None, "v": None}}
+    yield ("prefill_attention_",), "in place", "keys that are there", there

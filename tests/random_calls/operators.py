@@ -25,10 +25,6 @@ RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
 # tests/python/ops/test_checkpoints.py has calls that leave them.
 CHECKPOINTS = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
 
-_PREFILL = (
-    "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
-    "recall_visible_from:iR sinks:fH errors:sBG4"
-)
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
 # are the same, a digit is itself, and _ is any. x is the dtype of the queries, a the one they are
@@ -38,7 +34,10 @@ TENSORS = {
     for name, tensors in {
         "accumulate_scores_": "scores:aBG_ memory:iBGM colsum:aBGM",
         "advance_position_": "position:l2",
-        "chunked_sparse_attention": _PREFILL,
+        "chunked_sparse_attention": (
+            "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
+            "recall_visible_from:iR sinks:fH errors:sBG4"
+        ),
         "chunkwise_linear_attention": _LINEAR,
         "chunkwise_linear_attention_backward": (
             f"{_LINEAR} grad_out:xBHTE grad_state:aBGDE grad_normalizer:aBGD"
@@ -49,7 +48,6 @@ TENSORS = {
         "lexical_recall": "token_ids:l__ token_text:i__",
         "memory_attention": "q:xBHTD k:xBGSD v:xBGSE indices:iBG_",
         "merge_states": "out_a:xBHTE lse_a:aBHT out_b:xBHTE lse_b:aBHT",
-        "prefill_attention": _PREFILL,
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
             "position:l2 sinks:fH errors:sBG4"
@@ -209,22 +207,18 @@ def draw_arguments(draw: Draw, operator: str, **example: Any) -> Arguments:
     return arguments
 
 
-def _prefill_of_layer(p: Problem) -> Arguments:
-    given = {**p.state(), **p.recall()}
-    if given["memory"]:  # a dense call hands it on, in the width of the settings
-        given["memory"] = Ints((), (*p.per_head, 0))
-    return given
-
-
 def _prefill_in_place(p: Problem) -> Arguments:
     position, layer = p.position(), p.fixed.get("layer", p.draw.integer(0, 3))
     width = p.config.of_layer(layer).memory_size
     # What another prompt left, where this is the first call.
     memory = p.positions(position.values[1] if p["P"] else 40, min(width, 150))
     buffers = p.resized(C=p["S"] + p.draw.integer(0, 9))
+    in_buffers = "k" not in p.fixed and p.draw.chance(0.3)
+    rows = p["S"] if in_buffers else p["P"]
     return {
-        "cache_key": replace(buffers.tensor("xBGCD"), rows=p["P"]),
-        "cache_value": replace(buffers.tensor("xBGCE"), rows=p["P"]),
+        **({"k": None, "v": None} if in_buffers else {}),
+        "cache_key": replace(buffers.tensor("xBGCD"), rows=rows),
+        "cache_value": replace(buffers.tensor("xBGCE"), rows=rows),
         "scores": replace(buffers.tensor("aBGC", "positive"), layout="contiguous"),
         "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
         "position": position,
@@ -326,7 +320,6 @@ GROUPS: dict[str, Callable[[Problem], Arguments]] = {
         "settings": settings_text(p.draw, p.config.replace(recall=max(p.config.recall, 1)))
     },
     "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
-    "prefill_attention": _prefill_of_layer,
     "prefill_attention_": _prefill_in_place,
     "recall_at_position": lambda p: {"num_tokens": p.draw.integer(0, p["T"])},
     "select_memory": _select_memory,

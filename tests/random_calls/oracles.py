@@ -141,31 +141,15 @@ def _is_stable(wide: Arguments, expected: tuple[Tensor, ...], margin: float) -> 
 
 
 def _prefill(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
-    q, k, v, scores, memory, *recall, last_chunk_begin, layer, settings = before[:-4]
-    *options, errors = before[-4:]
-    past, config = k.shape[2] - q.shape[2], Config.parse(settings)
-    if q.shape[2] and config.is_sparse(layer, past, q.shape[2]):
-        state = (scores, memory, *recall, last_chunk_begin, config.of_layer(layer))
-        _sparse(judge, after, [q, k, v, *state, *options, errors], result)
-        return
-    judge.near("output", result[0], reference.dense_attention(*widened([q, k, v, *options])))
-    known = min(scores.shape[2], past) if scores is not None else 0
-    judge.true("no scores of new tokens", not result[1][..., known:].any())
-    if known:
-        judge.same("scores", result[1][..., :known], scores[..., :known])
-    judge.same("errors", result[3], no_errors(k) if errors is None else errors)
-
-
-def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
-    before, after = before[:-3], after[:-3]  # without checkpoints
-    q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-5]
-    *options, errors, window = before[-5:]
-    if q.shape[2] and not position[0] and errors is not None:
-        errors = torch.zeros_like(errors)
+    q, k, v, cache_key, cache_value, scores, memory, errors, position, layer, text = before[:11]
+    options, recall, window = before[11:14], before[14:17], before[17]
     past, last_chunk_begin = position.tolist()
     end, config = past + q.shape[2], Config.parse(text)
-    keys = torch.cat([cache_key[:, :, :past], k], 2)
-    values = torch.cat([cache_value[:, :, :past], v], 2)
+    if q.shape[2] and not past and errors is not None:
+        errors = torch.zeros_like(errors)
+    keys, values = cache_key[:, :, :end], cache_value[:, :, :end]
+    if k is not None:
+        keys, values = torch.cat([keys[:, :, :past], k], 2), torch.cat([values[:, :, :past], v], 2)
     judge.same("cached keys", after[3][:, :, :end], keys)
     judge.same("cached values", after[4][:, :, :end], values)
     for index in (3, 4, 5):
@@ -177,16 +161,17 @@ def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result:
         judge.near("output", result, expected)
         none_yet = q.shape[2] and not past
         judge.same("memory set", after[6], torch.full_like(memory, -1) if none_yet else memory)
-        judge.same("errors", after[-2], errors)
+        judge.same("errors", after[7], errors)
         judge.same("scores", after[5][..., :past], scores[..., :past])
         return
     state = (scores[..., :past], memory) if past else (None, None)
     last_chunk_begin = last_chunk_begin if past else 0
-    config, known = config.of_layer(layer), after[-2]
+    config = config.of_layer(layer)
     width = config.memory_size()
     arguments = [q, keys, values, *state, *recall, last_chunk_begin, config, *options, errors]
-    held = (result, after[5][..., :end], after[6][..., :width])
-    _sparse(judge, after, arguments, (*held, no_errors(k) if known is None else known))
+    new_errors = no_errors(keys) if after[7] is None else after[7]
+    results = result, after[5][..., :end], after[6][..., :width], new_errors
+    _sparse(judge, after, arguments, results)
     judge.true("-1 after the memory set", bool((after[6][..., width:] == -1).all()))
 
 
@@ -195,7 +180,6 @@ CHECKS = {
     "advance_position_": _advance_position,
     "chunkwise_linear_attention_backward": _linear_backward,
     "chunked_sparse_attention": _sparse,
-    "prefill_attention": _prefill,
-    "prefill_attention_": _prefill_in_place,
+    "prefill_attention_": _prefill,
     "recall_at_position": _recall_at_position,
 }

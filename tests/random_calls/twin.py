@@ -7,7 +7,7 @@ from random_calls.judge import Judge
 from random_calls.oracles import check_result
 from torch import Tensor
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
+from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
 from h2o_prefill.state import LayerState
 
@@ -22,7 +22,6 @@ class Twin:
     def __init__(self, judge: Judge, num_layers: int, max_tokens: int, native: Any) -> None:
         self.judge, self.layers = judge, num_layers
         self.config = PrefillConfig.parse(native.to_string())
-        self.attention = ChunkedSparseAttention(self.config)
         # Tokens before a call, and with it.
         self.past, self.end = 0, 0
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
@@ -67,41 +66,35 @@ class Twin:
 
     def _attend(self, out: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> None:
         new, what = q.shape[2], f"layer {layer}, [{self.past}, {self.end})"
-        config, state = self.config.of_layer(layer), self.states.get(layer)
+        config, before = self.config.of_layer(layer), self.states.get(layer, LayerState())
         sparse = self.config.native.is_sparse(layer, self.past, new)
         lists = self._recall(self.past, self.end)
-        before = self.cached.get(layer, [k[:, :, :0], v[:, :, :0]])
-        pairs = zip(before, (k, v), strict=True)
+        earlier = self.cached.get(layer, [k[:, :, :0], v[:, :, :0]])
+        pairs = zip(earlier, (k, v), strict=True)
         self.cached[layer] = [torch.cat([x[:, :, : self.past], y], 2) for x, y in pairs]
         history = (q, *self.cached[layer])
-        begins = state is not None and state.scored > 0
-        held = (state.scores, state.memory, state.last_chunk_begin) if begins else (None, None, 0)
-        earlier = state.errors if begins else None
-        expected, scores, memory, after = self.attention(
-            *history, *held, scale=scale, recall=lists if self.config.recall else None,
-            layer=layer, errors=earlier,
-        )  # fmt: skip
-        begin = config.last_chunk_begin(self.past, new) if sparse else held[2]
-        self.states[layer] = LayerState()
-        self.states[layer].set_scores(scores, memory, begin, after)
+        state = self.states[layer] = before.clone()
+        options = layer, self.config.to_string(), scale, None, 0.0, *lists
+        expected = state.attend_history(*history, *options)
         self._same_rows(what, out, expected, min(config.dense_tail, new) if sparse else new)
         self.judge.near(f"dense output of {what}", out, expected)
         if not sparse:
             return
 
-        def attend(state: Any, begin: int, end: int) -> Any:
+        def attend(begun: Any, begin: int, end: int) -> Any:
             rows = slice(begin - self.past, end - self.past)
             call = (q[:, :, rows], *(x[:, :, :end] for x in history[1:]))
             lists = self._recall(begin, end)
-            part, state = sparse_attention(*call, state, config, lists, scale)
+            part, after = sparse_attention(*call, begun, config, lists, scale)
             # A tail ends each call.
             self._same_rows(f"{what} again", part, expected[:, :, rows], config.dense_tail)
-            return state
+            return after
 
-        self._check_again(what, attend, state, config.chunk_size, self.states[layer])
+        self._check_again(what, attend, before, config.chunk_size, state)
         if self.end <= ORACLE_LENGTH and new <= ORACLE_CHUNKS * config.chunk_size:
-            call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0, earlier]
-            result = (out, scores, memory, after)
+            scored = [*history, before.scores, before.memory, *lists, before.last_chunk_begin]
+            call = [*scored, config, scale, None, 0.0, before.errors]
+            result = out, state.scores, state.memory, state.errors
             check_result(self.judge, "chunked_sparse_attention", call, call, result)
 
     def _check_again(

@@ -115,17 +115,8 @@ H2O_API std::tuple<at::Tensor, PrefillState> chunked_sparse_attention(
     std::optional<double> scale = std::nullopt,
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
-// The same, sparse or dense as the settings say. A dense call returns the state unchanged, with
-// score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
-// reads.
-H2O_API std::tuple<at::Tensor, PrefillState> prefill_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PrefillState& state,
-    int64_t layer, std::string_view settings, const RecallLists& recall = {},
-    std::optional<double> scale = std::nullopt,
-    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
-
-// The buffers of one layer for prefill_attention_(), allocated by the caller. They must not share
-// memory with each other or with another argument; k may be a view of `key` and v one of `value`.
+// The buffers of one layer for prefill_attention_(), allocated by the caller. What a call writes
+// must not share memory with another argument.
 struct PrefillBuffers {
   at::Tensor key = {};    // [B, Hkv, capacity, D]
   at::Tensor value = {};  // [B, Hkv, capacity, Dv]
@@ -152,28 +143,27 @@ struct Checkpoints {
 // What the attention of one layer takes besides tensors and state.
 struct LayerOptions {
   int64_t layer = 0;
-  std::string_view settings = {};  // of the model
+  std::string_view settings = {};  // of the model, a text that PrefillConfig::parse() reads
   std::optional<double> scale = {};
   std::optional<at::Tensor> sinks = {};
   double softcap = 0.0;
-  RecallLists recall = {};
-  std::optional<int64_t> window = {};  // of a layer with a sliding window
+  RecallLists recall = {};  // ignored by a dense call
+  // Of a layer with a sliding window, >= 1: calls whose history is longer are exact, as
+  // sliding_window_attention() computes them.
+  std::optional<int64_t> window = {};
 };
 
 // One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the
 // call's tokens into the buffers, attends with q [B, Hq, T, D], sparsely or densely as the settings
-// say, and updates scores and memory. position: int64 [2] on the CPU, the tokens before the call
-// and where the last sparse chunk began (0 and 0 at first), the same for all layers of a model;
-// advance_position_() moves it past a call. settings and recall: as above; a dense call
-// ignores recall. window: of a layer with a sliding window, >= 1; calls whose history is longer are
-// exact, as sliding_window_attention() computes them. checkpoints: written by a sparse call.
-// Returns [B, Hq, T, Dv]. A call that throws because of its arguments changes nothing.
-H2O_API at::Tensor prefill_attention_(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, PrefillBuffers& buffers,
-    const at::Tensor& position, int64_t layer, std::string_view settings,
-    const RecallLists& recall = {}, std::optional<double> scale = std::nullopt,
-    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0,
-    std::optional<int64_t> window = std::nullopt, const Checkpoints& checkpoints = {});
+// say, and updates scores and memory. k and v undefined: the buffers have these rows already.
+// position: int64 [2] on the CPU, the tokens before the call and where the last sparse chunk began
+// (0 and 0 at first), the same for all layers of a model; advance_position_() moves it past a call.
+// checkpoints: written by a sparse call. Returns [B, Hq, T, Dv]. A call that throws because of its
+// arguments changes nothing.
+H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      PrefillBuffers& buffers, const at::Tensor& position,
+                                      const LayerOptions& options,
+                                      const Checkpoints& checkpoints = {});
 
 // Advances a position past a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);

@@ -123,10 +123,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
   m.impl("chunked_sparse_attention",
          &chunked_sparse_attention_entry<chunked_sparse_attention, dense_attention>);
-  m.impl("prefill_attention", &prefill_attention_entry<chunked_sparse_attention, dense_attention>);
-  m.impl("prefill_attention_",
-         &prefill_attention_in_place_entry<chunked_sparse_attention, dense_attention,
-                                           sliding_window_attention>);
+  m.impl("prefill_attention_", &prefill_attention_entry<chunked_sparse_attention, dense_attention,
+                                                        sliding_window_attention>);
 }
 
 }  // namespace h2o_prefill::composite

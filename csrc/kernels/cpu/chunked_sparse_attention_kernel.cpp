@@ -73,11 +73,9 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
   m.impl("chunked_sparse_attention",
          &chunked_sparse_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
-  m.impl("prefill_attention",
-         &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention_",
-         &prefill_attention_in_place_entry<chunked_sparse_attention_cpu, dense_attention_cpu,
-                                           sliding_window_attention_cpu>);
+         &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu,
+                                  sliding_window_attention_cpu>);
 }
 
 }  // namespace

@@ -183,11 +183,9 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunked_sparse_attention",
          &chunked_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
-  m.impl("prefill_attention",
-         &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention_",
-         &prefill_attention_in_place_entry<chunked_sparse_attention_cuda, dense_attention_cuda,
-                                           sliding_window_attention_cuda>);
+         &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda,
+                                  sliding_window_attention_cuda>);
 }
 
 }  // namespace

@@ -14,17 +14,11 @@ from random_calls.draw import Draw, draw_settings
 import h2o_prefill
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
 from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.state import LayerState
 
 CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_tokens=2)
-
-
-def run(attention, q, k, v):
-    """Two calls of one prompt."""
-    out_a, scores, memory, errors = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
-    begin = attention.last_chunk_begin(0, 64)
-    state = (scores, memory, begin)
-    out_b, *state = attention(q[:, :, 64:], k, v, *state, errors=errors)
-    return torch.cat([out_a, out_b], 2), *state
+RECALLING = CONFIG.replace(recall=3)
+TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
 
 
 @pytest.fixture
@@ -32,24 +26,21 @@ def qkv():
     return make_qkv(Shape(1, 4, 2, 150, 16, 16))
 
 
-RECALLING = CONFIG.replace(recall=3)
-TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.filterwarnings("ignore:the memory set")
-def test_it_is_the_operator_with_any_settings(qkv, seed, scripted):
+def test_it_attends_with_any_settings(qkv, seed, scripted):
     config = draw_settings(Draw(random.Random(seed)), 150, layers=2)
     ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
     lists = ops.lexical_recall(ids, 0, config, TOKEN_TEXT) if config.recall else NO_RECALL
     attention = ChunkedSparseAttention(config, TOKEN_TEXT)
     module = torch.jit.script(attention) if scripted else attention
     for layer in (0, 1):
-        expected = ops.prefill_attention(*qkv, None, None, *lists, 0, layer, config)
-        assert torch.equal(module(*qkv, token_ids=ids, layer=layer)[0], expected[0])
+        options = layer, config.to_string(), None, None, 0.0, *lists
+        expected = LayerState().attend_history(*qkv, *options)
+        assert torch.equal(module(*qkv, token_ids=ids, layer=layer), expected)
         if config.recall:
-            assert torch.equal(module(*qkv, recall=lists, layer=layer)[0], expected[0])
+            assert torch.equal(module(*qkv, recall=lists, layer=layer), expected)
 
 
 def test_recall_without_ids_warns_once(qkv):
@@ -58,8 +49,8 @@ def test_recall_without_ids_warns_once(qkv):
         first = attention(*qkv)
         second = attention(*qkv)
     assert len(seen) == 1 and seen[0].filename == __file__
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[0], ChunkedSparseAttention(RECALLING.replace(recall=0))(*qkv)[0])
+    assert torch.equal(first, second)
+    assert torch.equal(first, ChunkedSparseAttention(CONFIG)(*qkv))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         q, k, v = qkv
@@ -69,19 +60,24 @@ def test_recall_without_ids_warns_once(qkv):
 
 
 @pytest.mark.parametrize(
-    "again",
+    "duplicate",
     [
-        torch.jit.script,
+        lambda m: saved_and_loaded(torch.jit.script(m), torch.jit),
         copy.deepcopy,
         lambda m: pickle.loads(pickle.dumps(m)),
         partial(saved_and_loaded, weights_only=False),
     ],
     ids=["script", "deepcopy", "pickle", "save"],
 )
-def test_copies_and_scripts_agree(qkv, again):
+def test_copies_and_scripts_agree(qkv, duplicate):
+    def run(attention):
+        state, (q, k, v) = LayerState(), qkv
+        first = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], state)
+        return first, attention(q[:, :, 64:], k, v, state), state.scores, state.memory
+
     attention = ChunkedSparseAttention(CONFIG)
-    for a, e in zip(run(again(attention), *qkv), run(attention, *qkv), strict=True):
-        assert torch.equal(a, e)
+    for x, expected in zip(run(duplicate(attention)), run(attention), strict=True):
+        assert torch.equal(x, expected)
 
 
 def test_public_names_exist():

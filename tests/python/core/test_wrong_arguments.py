@@ -121,10 +121,7 @@ OF_TRACKER = [
     (lambda x: build(x, {-1: None}), "tensors must hold "),
     (lambda x: build(tracker(1), {0: ROW}), "tensors must begin with an int64 header"),
     (lambda x: build(tracker(1), {-3: SET}), "scores must be float32"),
-    (
-        lambda x: build(tracker(1), {-1: torch.zeros(4)}),
-        "errors must have shape [1, 1, 4], got",
-    ),
+    (lambda x: build(tracker(1), {-1: torch.zeros(4)}), "errors must have 3 dimensions, got"),
 ]
 OF_CONTEXT = [
     (lambda x: x.begin(IDS[0]), "token_ids must have 2 dimensions, got shape [40]"),

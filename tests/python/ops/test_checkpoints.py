@@ -85,8 +85,9 @@ def test_wrong_tensors_are_refused(change, message):
             torch.zeros(3, *errors.shape),
         )
     )
-    buffers = torch.zeros_like(k), torch.zeros_like(v), scores, memory, torch.tensor([0, 0])
-    options = None, None, None, 0, prompt.config, None, None, 0.0, errors, None
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        ops.prefill_attention_(q, k, v, *buffers, *options, *checkpoints)
+    buffers = torch.zeros_like(k), torch.zeros_like(v), scores, memory, errors
+    names = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
+    given = dict(zip(names, checkpoints, strict=False))
+    with pytest.raises(ValueError, match=message):
+        ops.prefill_attention_(q, k, v, *buffers, torch.tensor([0, 0]), 0, prompt.config, **given)
     assert not any(x.any() for x in buffers[:3])

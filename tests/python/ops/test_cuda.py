@@ -137,8 +137,8 @@ def test_a_captured_call_in_place_writes_where_it_was_captured(length):
 
     def call():
         return ops.prefill_attention_(
-            q, k, v, cache_key, cache_value, scores, memory, position, None, None, None, 0, settings
-        )  # fmt: skip
+            q, k, v, cache_key, cache_value, scores, memory, None, position, 0, settings
+        )
 
     expected = call()
     graph = torch.cuda.CUDAGraph()

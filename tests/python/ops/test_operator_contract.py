@@ -2,19 +2,16 @@
 
 import copy
 import inspect
-from dataclasses import replace
 
 import pytest
 import torch
 import torch._dynamo.testing
 from op_testing import Shape, make_qkv
-from random_calls.broken import breakages
 from random_calls.calls import arguments_of
 from random_calls.descriptions import Floats
 from random_calls.examples import FIXED, SETTINGS, SIZES, named_call
 from random_calls.operators import TENSORS
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from h2o_prefill import PrefillConfig, ops
 
@@ -140,23 +137,15 @@ def test_an_input_with_a_gradient_or_a_tangent_is_refused(name):
         operator(first.clone().requires_grad_(), *others)
 
 
-# Tensors whose sizes are read when a call runs, and those whose dtypes are when it is traced.
-UNTRACED, TYPED = (
-    ("position", "token_", "grad_", "recall_"),
-    ("k", "v", "log_decay", "initial_state"),
-)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tracing_refuses_the_sizes_that_running_refuses(name):
-    call, mode = sample_call(name, sinks=Floats((4,))), torch._subclasses.FakeTensorMode()
-    for what, changes in breakages(name, call.arguments).items():
-        of_sizes = " has size " in what or " has a dimension " in what
-        of_dtype = what.partition(" ")[0] in TYPED and " is float" in what
-        if (of_sizes and not what.startswith(UNTRACED)) or of_dtype:
-            arguments = arguments_of(replace(call, arguments=call.arguments | changes))
-            with mode, pytest.raises(ValueError):
-                getattr(OPS, name)(*tree_map_only(Tensor, mode.from_tensor, arguments))
+def test_the_layer_takes_what_the_operator_takes():
+    """By the same names in the same order, so that one tuple serves both."""
+    names = [x.name for x in schema_of("prefill_attention_")]
+    options = names[names.index("layer") : names.index("window") + 1]
+    schemas = torch._C._jit_get_custom_class_schemas()
+    of_layer = {x.name: x for x in schemas if ".LayerState" in str(x)}
+    for method, others in (("attend", ["total"]), ("attend_history", [])):
+        arguments = [x.name for x in of_layer[method].arguments]
+        assert arguments[arguments.index("layer") :] == options + others
 
 
 SETTINGS_TEXT = PrefillConfig(**RECALLING).to_string()

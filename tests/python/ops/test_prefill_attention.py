@@ -1,18 +1,17 @@
 """One graph that prefills and decodes in place: torch.compile, torch.export, static caches."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
+from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.eval.timing import peak_bytes
 
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
 CONFIG = PrefillConfig.parse(
     "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,max_widen=1"
 )
+SETTINGS, OPS = CONFIG.to_string(), torch.ops.h2o_prefill
 # Tokens of the calls over the prompt; single tokens are decoded after it.
 CALLS, NUM_DECODED = (150, 20, 64), 4
 CAPACITY = sum(CALLS) + NUM_DECODED
@@ -26,7 +25,6 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM)
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         self.layers = nn.ModuleList(nn.Linear(HEADS * HEAD_DIM, width) for _ in range(LAYERS))
-        self.attention = ChunkedSparseAttention(CONFIG)
 
     def forward(self, token_ids, buffers, position, recall):
         """Return the logits after the last token of a call."""
@@ -35,11 +33,11 @@ class Decoder(nn.Module):
         for layer, project in enumerate(self.layers):
             x = project(hidden).view(1, length, -1, HEAD_DIM).transpose(1, 2)
             new = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            *state, errors = buffers[5 * layer : 5 * layer + 5]
-            given = {"recall": recall, "layer": layer, "errors": errors}
-            out = self.attention.attend_(*new, *state, position, **given)
+            state = *buffers[5 * layer : 5 * layer + 5], position
+            options = layer, SETTINGS, None, None, 0.0, *recall
+            out = OPS.prefill_attention_(*new, *state, *options)
             hidden = hidden + out.transpose(1, 2).flatten(2)
-        self.attention.advance_(position, length)
+        OPS.advance_position_(position, length, SETTINGS)
         return nn.functional.linear(hidden[:, -1], self.embed.weight)
 
 
@@ -107,13 +105,6 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
     for layer in range(2):
         assert (buffers[5 * layer + 3] >= 0).all() and buffers[5 * layer + 2].any()
     assert ops.lexical_recall(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
-
-
-def test_a_scripted_module_gives_the_same(decoder, prompt):
-    scripted = copy.deepcopy(decoder)
-    scripted.attention = torch.jit.script(decoder.attention)
-    with torch.no_grad():
-        assert_same_answers(scripted, decoder, prompt)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.state import estimated_kl
+from h2o_prefill.state import LayerState, estimated_kl, no_errors
 from h2o_prefill.vllm.counters import Counters, read, shared_path
 from h2o_prefill.vllm.plan import (
     Choice,
@@ -88,10 +88,10 @@ def whole(tokens, settings):
         lists = (None,) * 3
         if config.recall:
             lists = ops.lexical_recall(torch.tensor([tokens]), 0, config)
-        told = None, None, *lists, 0, layer, config, SCALE
-        out, _, _, found = ops.prefill_attention(*rows_of(tokens, layer), *told)
+        state, options = LayerState(), (layer, config.to_string(), SCALE, None, 0.0, *lists)
+        out = state.attend_history(*rows_of(tokens, layer), *options)
         outputs.append(out[0].transpose(0, 1))
-        errors.append(found)
+        errors.append(no_errors(out) if state.errors is None else state.errors)
     return torch.stack(outputs), errors
 
 
