@@ -149,26 +149,24 @@ void test_large_logits() {
   }
 }
 
-// Below the logits, among them and far above them; also for rows without keys.
-void test_sinks() {
-  for (const float sink : {-200.0F, 0.0F, 3.0F, 200.0F}) {
-    const auto with_sink = [&](ProblemSpec& spec) { spec.sink = sink; };
-    check_usual("sink " + std::to_string(sink), {late(70), gathered(45)}, with_sink);
-    check_usual("sink " + std::to_string(sink), {late(70)}, with_sink);
-  }
-}
-
-// Caps that nearly all logits reach, that some do, and that none does.
-void test_softcaps() {
-  for (const float softcap : {1e-30F, 0.5F, 5.0F, 50.0F, 1e30F}) {
-    for (const float scale : {usual_scale(64), -0.3F, 0.0F}) {
-      check_usual("softcap " + std::to_string(softcap), {causal(70), gathered(45)},
+// Sinks below the logits, among them and far above them, also for rows without keys; caps that
+// nearly all logits reach, that some do, and that none does.
+void test_sinks_and_softcaps() {
+  const auto check = [](float sink, float softcap, float scale) {
+    for (const auto& sets : {std::vector{late(70), gathered(45)}, std::vector{late(70)}}) {
+      check_usual("sink " + std::to_string(sink) + ", softcap " + std::to_string(softcap), sets,
                   [&](ProblemSpec& spec) {
-                    spec.scale = scale;
+                    spec.sink = sink;
                     spec.softcap = softcap;
-                    spec.sink = scale < 0.0F ? 1.0F : kNegInf;
+                    spec.scale = scale;
                   });
     }
+  };
+  for (const float sink : {-200.0F, 0.0F, 3.0F, 200.0F}) check(sink, 0.0F, usual_scale(64));
+  for (const float softcap : {1e-30F, 0.5F, 5.0F, 50.0F, 1e30F}) {
+    check(kNegInf, softcap, usual_scale(64));
+    check(1.0F, softcap, -0.3F);
+    check(kNegInf, softcap, 0.0F);
   }
 }
 
@@ -208,8 +206,7 @@ int main(int argc, char** argv) {
   test_sets();
   test_windows();
   test_large_logits();
-  test_sinks();
-  test_softcaps();
+  test_sinks_and_softcaps();
   test_nan_in_a_key();
   if (failures) {
     std::printf("%d of %d checks failed\n", failures, checks);
