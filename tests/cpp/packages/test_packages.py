@@ -211,6 +211,7 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("AOTI_MACHINE", "riscv64", "the package is for riscv64 machines"),
         ("torch", "2.1.0", "was written by PyTorch 2.1.0"),
         ("capacity", "-1", "capacity must be >= 1, got -1"),
         ("vocabulary", "0", "vocabulary must be >= 1, got 0"),
@@ -229,7 +230,8 @@ def test_damaged_metadata(package, tmp_path, name, value, message):
         for item in source.infolist():
             content = source.read(item)
             if item.filename.endswith("_metadata.json"):
-                fields = {**json.loads(content), f"h2o_prefill.{name}": value}
+                key = name if name.isupper() else f"h2o_prefill.{name}"
+                fields = {**json.loads(content), key: value}
                 kept = {name: value for name, value in fields.items() if value is not None}
                 content = json.dumps(kept).encode()
             target.writestr(item, content)

@@ -193,15 +193,6 @@ class ChunkEndCall {
     State state = run({7});
     EXPECT_EQ(run({1, 2, 4}), state);
     EXPECT_EQ(run({3}), (State{state.scores, state.errors, before_.selected}));
-    const std::vector<double> sums = expected_sums(
-        call_.in,
-        [&](int64_t b, int64_t h, int64_t) {
-          return members(sets_, b * x_.shape.kv_heads + h, x_.width);
-        },
-        x_.reduce_max, call_.lse);
-    for (size_t i = 0; i < sums.size(); ++i) {
-      ASSERT_NEAR(state.scores[i], before_.scores[i] + sums[i], 1e-5 * std::max(1.0, sums[i])) << i;
-    }
     for (int64_t unit = 0; unit < units_; ++unit) {
       const float* const was = &before_.errors[unit * kErrorFields];
       const float* const is = &state.errors[unit * kErrorFields];
