@@ -185,7 +185,8 @@ TEST(PackageSession, IsCancelledAndSavedOnThreads) {
         while (true) {
           session.reset();
           answer_of(session, prompt_of(i),
-                    {.on_progress = [&](int64_t done, int64_t) { seen[i] = done; }});
+                    {.max_new_tokens = kNew,
+                     .on_progress = [&](int64_t done, int64_t) { seen[i] = done; }});
         }
       };
       EXPECT_THROW(answer(), Cancelled);

@@ -95,7 +95,7 @@ TEST_P(Attention, Windows) {
 
 TEST_P(Attention, GroupsBatchesAndTransposedViews) {
   for (const DType dtype : kernels.few_dtypes) {
-    for (const int64_t group : {1, 3, 4}) {
+    for (const int64_t group : {1, 3}) {
       // One of three rows counts nothing in the sums.
       check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40,
                    {.reduce_max = true, .skip_every = 3});
@@ -106,7 +106,7 @@ TEST_P(Attention, GroupsBatchesAndTransposedViews) {
 }
 
 TEST_P(Attention, SinksAndSoftcaps) {
-  for (const DType dtype : kernels.dtypes) {
+  for (const DType dtype : kernels.few_dtypes) {
     for (const double softcap : kernels.softcaps) {
       const AttentionShape shape{
           .dtype = dtype, .rows = 70, .keys = 140, .heads = 2, .softcap = softcap, .sinks = true};
@@ -122,9 +122,9 @@ TEST_P(Attention, SinksAndSoftcaps) {
 TEST_P(Attention, RowsWithLimits) {
   for (const DType dtype : kernels.few_dtypes) {
     for (const int64_t dim : {int64_t{64}, kernels.dims.back()}) {
-      Call call({dtype, 150, 500, dim, 56, 4, 2, 2, /*transposed=*/true});
+      Call call({dtype, 150, 310, dim, 56, 2, 1, 2, /*transposed=*/true});
       std::vector<int32_t> limits;
-      for (int32_t t = 0; t < 150; ++t) limits.push_back(1 + 3 * t + t % 3);
+      for (int32_t t = 0; t < 150; ++t) limits.push_back(1 + 2 * t + t % 3);
       limits.resize(2 * kLimitRows, limits.back());
       // Of the other batch row, which has the keys from 120 on.
       for (int32_t t = 0; t < 2 * kLimitRows; ++t) limits.push_back(std::max(limits[t] - 120, 0));
