@@ -1,6 +1,7 @@
 """Tokenizers of the families that are exported, and texts that are hard for them."""
 
 import random
+import re
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
@@ -71,18 +72,14 @@ def make_tokenizer(family: str, text: str) -> PreTrainedTokenizerFast:
 
 
 # Letters of many scripts, combining marks, controls, emoji, unassigned code points.
-RANGES = (
-    *(
-        (0x00, 0x7F),
-        (0x80, 0x24F),
-        (0x300, 0x36F),
-        (0x370, 0x7FF),
-        (0x900, 0xDFF),
-        (0x1100, 0x11FF),
-    ),
-    *((0x2000, 0x206F), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xFE00, 0xFFFF)),
-    *((0x10000, 0x10FFF), (0x1D400, 0x1D7FF), (0x1F300, 0x1F6FF), (0xE0000, 0xE01EF)),
-)
+RANGES = [
+    (int(begin, 16), int(end, 16))
+    for begin, end in re.findall(
+        r"(\w+)-(\w+)",
+        "0-7f 80-24f 300-36f 370-7ff 900-dff 1100-11ff 2000-206f 3000-30ff 4e00-9fff ac00-d7a3 "
+        "fe00-ffff 10000-10fff 1d400-1d7ff 1f300-1f6ff e0000-e01ef",
+    )
+]
 
 
 def hostile_texts(count: int, seed: int = 0) -> list[str]:
@@ -95,8 +92,8 @@ def hostile_texts(count: int, seed: int = 0) -> list[str]:
         "a\0b\0",
         "e\u0301 é ﬁ Å",
         "it'S 12345 ½ ²³",
-        "<s></s><|end|>x",
         "▁ ▁x",
+        "<s></s><|end|>x",
     ]
     texts = (
         "".join(chr(rng.randint(*rng.choice(RANGES))) for _ in range(rng.randint(1, 30)))

@@ -2,9 +2,7 @@
 
 #include <c10/core/InferenceMode.h>
 
-#include <filesystem>
-#include <fstream>
-#include <iterator>
+#include <cstdio>
 #include <thread>
 #include <type_traits>
 
@@ -16,7 +14,7 @@
 namespace h2o_prefill::testing {
 namespace {
 
-constexpr int64_t kContextLayers = 2;
+constexpr int64_t kLayers = 2, kTokens = 90;
 
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
@@ -25,59 +23,43 @@ PrefillConfig recalling_config() {
 }
 
 PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
-  return {kContextLayers, /*max_tokens=*/90, config};
+  return {kLayers, kTokens, config, /*checkpoints=*/true};
 }
 
-// A prompt's tokens, and every layer's queries, keys and values.
-struct LayeredPrompt {
-  explicit LayeredPrompt(int64_t length)
-      : ids(at::arange(length).remainder(11).expand({2, length})) {
-    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-      qkv.push_back(random_qkv(length));
+// Token ids, and every layer's queries, keys and values.
+struct Prompt {
+  Prompt() {
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      qkv.push_back(random_qkv(kTokens));
       at::manual_seed(layer);
       qkv.back().q.add_(at::randn_like(qkv.back().q));
     }
   }
 
-  // The outputs of all layers for the tokens [begin, end).
-  at::Tensor run(PrefillContext& context, int64_t begin, int64_t end, bool with_ids = true) const {
-    if (with_ids) {
-      context.begin(ids.slice(1, begin, end));
-    } else {
-      context.begin(end - begin);
-    }
-    std::vector<at::Tensor> outs;
-    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-      const auto x = qkv[layer].tokens(begin, end);
-      outs.push_back(context.attend(layer, x.q, x.k, x.v));
-    }
-    return at::stack(outs);
+  at::Tensor ids_of(int64_t begin, int64_t end) const { return ids.slice(1, begin, end); }
+
+  at::Tensor attend(PrefillContext& context, int64_t layer, int64_t begin, int64_t end,
+                    std::optional<int64_t> window = std::nullopt) const {
+    const auto x = qkv[layer].tokens(begin, end);
+    return context.attend(layer, x.q, x.k, x.v, std::nullopt, window);
   }
 
-  at::Tensor ids;
+  // The outputs of all layers for the tokens [begin, end).
+  at::Tensor run(PrefillContext& context, int64_t begin, int64_t end, bool with_ids = true,
+                 std::optional<int64_t> total = std::nullopt) const {
+    if (with_ids) {
+      context.begin(ids_of(begin, end), total);
+    } else {
+      context.begin(end - begin, total);
+    }
+    return at::stack({attend(context, 0, begin, end), attend(context, 1, begin, end)});
+  }
+
+  at::Tensor ids = at::arange(kTokens).remainder(11).expand({2, kTokens});
   std::vector<Qkv> qkv;
 };
 
-// The layers of a context that have scores.
 bool is_sparse(const PrefillContext& context) { return context.tracker()->has_scores(1); }
-
-// Lengths, settings, ids, scores, memory sets and keys: everything but room in the buffers.
-void expect_same_state(const PrefillContext& context, const PrefillContext& expected) {
-  ASSERT_EQ(context.length(), expected.length());
-  const auto ids = context.token_ids(), expected_ids = expected.token_ids();
-  ASSERT_EQ(ids.defined(), expected_ids.defined());
-  EXPECT_TRUE(!ids.defined() || same(ids, expected_ids));
-  const auto state = context.tracker()->state_tensors();
-  const auto expected_state = expected.tracker()->state_tensors();
-  ASSERT_EQ(state.size(), expected_state.size());
-  for (size_t i = 0; i < state.size(); ++i) EXPECT_TRUE(same(state[i], expected_state[i]));
-  for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-    ASSERT_EQ(context.cache()->length(layer), expected.cache()->length(layer));
-    if (context.length() == 0) continue;
-    EXPECT_TRUE(same(context.cache()->key(layer), expected.cache()->key(layer)));
-    EXPECT_TRUE(same(context.cache()->value(layer), expected.cache()->value(layer)));
-  }
-}
 
 // A copy would change with the original.
 template <typename T>
@@ -91,7 +73,7 @@ TEST(PrefillContext, SettingsAreTheDefault) {
 }
 
 TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
-  const LayeredPrompt prompt(80);
+  const Prompt prompt;
   PrefillConfig config{.chunk_size = 16, .local_window = 3, .heavy_budget = 4};
   auto expected = new_context(config);
   const auto out = prompt.run(expected, 0, 80);
@@ -101,16 +83,11 @@ TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   ASSERT_GT(shortest, 16);
   ASSERT_LT(shortest, 64);
 
-  auto whole = new_context(config);
+  auto whole = new_context(config), announced = new_context(config);
   EXPECT_TRUE(same(prompt.run(whole, 0, 80), out));
   EXPECT_EQ(whole.config().min_prefill, 16);
-  auto announced = new_context(config);
-  announced.begin(prompt.ids.slice(1, 0, 16), /*total_tokens=*/80);
-  for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-    const auto x = prompt.qkv[layer].tokens(0, 16);
-    announced.attend(layer, x.q, x.k, x.v);
-  }
-  EXPECT_TRUE(same(prompt.run(announced, 16, 80), out.narrow(3, 16, 64)));
+  const auto parts = {prompt.run(announced, 0, 16, true, 80), prompt.run(announced, 16, 80)};
+  EXPECT_TRUE(same(at::cat(parts, 3), out));
 
   auto context = new_context(config);
   prompt.run(context, 0, 16);
@@ -129,40 +106,31 @@ TEST(PrefillContext, ShortPromptsAreDenseWhereMinPrefillIsOpen) {
   }
   // The same prompt in pieces that tell its length, which is not added up.
   context.reset();
-  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 16}, {16, shortest - 1}}) {
-    context.begin(prompt.ids.slice(1, begin, end), /*total_tokens=*/shortest - 1);
-    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-      const auto x = prompt.qkv[layer].tokens(begin, end);
-      context.attend(layer, x.q, x.k, x.v);
-    }
-  }
+  prompt.run(context, 0, 16, true, shortest - 1);
+  prompt.run(context, 16, shortest - 1, true, shortest - 1);
   EXPECT_FALSE(is_sparse(context));
-  EXPECT_VALUE_ERROR_WITH(context.begin(1, shortest - 1), "total_tokens must be in [");
 }
 
 TEST(PrefillContext, ALayerWithAWindowIsExactInIt) {
-  const LayeredPrompt prompt(90);
+  const Prompt prompt;
   auto context = new_context();
-  constexpr int64_t kWindow = 20;
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 70}, {70, 90}}) {
-    context.begin(prompt.ids.slice(1, begin, end));
-    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+    context.begin(prompt.ids_of(begin, end));
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
       const auto x = prompt.qkv[layer].call(begin, end);
-      const auto tokens = prompt.qkv[layer].tokens(begin, end);
-      const auto out = context.attend(layer, tokens.q, tokens.k, tokens.v, std::nullopt, kWindow);
-      EXPECT_TRUE(same(out, std::get<0>(sliding_window_attention(x.q, x.k, x.v, kWindow))));
+      EXPECT_TRUE(same(prompt.attend(context, layer, begin, end, /*window=*/20),
+                       std::get<0>(sliding_window_attention(x.q, x.k, x.v, 20))));
       EXPECT_FALSE(context.tracker()->has_scores(layer));
     }
   }
 }
 
 TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
-  const LayeredPrompt prompt(60);
+  const Prompt prompt;
   auto without = recalling_config();
   without.recall = 0;
   auto expected = new_context(without), context = new_context();
   EXPECT_TRUE(same(prompt.run(context, 0, 20, /*with_ids=*/false), prompt.run(expected, 0, 20)));
-  EXPECT_FALSE(context.token_ids().defined());
   EXPECT_TRUE(same(prompt.run(context, 20, 60), prompt.run(expected, 20, 60)))
       << "what stood before is not known";
   EXPECT_FALSE(context.token_ids().defined());
@@ -171,141 +139,55 @@ TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
   EXPECT_TRUE(context.token_ids().defined());
 }
 
-// Dense and sparse calls, with ids and without, at the beginning of a prompt and later.
+// Dense and sparse calls, at the beginning of a prompt and later.
 TEST(PrefillContext, ACallThatFailsHalfwayIsRefusedUntilItIsRemoved) {
-  const LayeredPrompt prompt(90);
-  for (const int64_t past : {0, 32}) {
-    for (const int64_t end : {past + 8, past + 40}) {
-      for (const bool with_ids : {true, false}) {
-        PrefillContext context(kContextLayers, /*max_tokens=*/90, recalling_config(), true);
-        PrefillContext straight(kContextLayers, /*max_tokens=*/90, recalling_config(), true);
-        if (past > 0) {
-          prompt.run(context, 0, past);
-          prompt.run(straight, 0, past);
-        }
-        const auto first = prompt.qkv[0].tokens(past, end),
-                   second = prompt.qkv[1].tokens(past, end);
-        if (with_ids) {
-          context.begin(prompt.ids.slice(1, past, end));
-        } else {
-          context.begin(end - past);
-        }
-        context.attend(0, first.q, first.k, first.v);
-        EXPECT_VALUE_ERROR(context.attend(0, first.q, first.k, first.v),
-                           "a layer must attend once in a call, layer 0 has attended already: "
-                           "begin() the next call");
-        EXPECT_VALUE_ERROR_WITH(context.attend(1, second.q, second.k, second.v.slice(1, 0, 1)),
-                                "value must have batch, heads and length of key");
-        EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(1, 40, 41)),
-                           "every layer must attend in a call, layer 0 has and others have not in "
-                           "the last one: reset(), or truncate() to a checkpoint");
-        EXPECT_EQ(context.checkpoint_before(past), past);
-        context.truncate(past);
-        EXPECT_TRUE(same(prompt.run(context, past, 90), prompt.run(straight, past, 90)));
-        for (int64_t layer = 0; layer < kContextLayers; ++layer) {
-          EXPECT_TRUE(same(context.tracker()->indices(layer), straight.tracker()->indices(layer)));
-        }
-      }
+  const Prompt prompt;
+  for (const auto& [past, end, with_ids] : {std::tuple<int64_t, int64_t, bool>{0, 8, true},
+                                            {0, 40, false},
+                                            {32, 40, false},
+                                            {32, 72, true}}) {
+    auto context = new_context(), straight = new_context();
+    for (PrefillContext* each : {&context, &straight}) {
+      if (past > 0) prompt.run(*each, 0, past);
     }
+    with_ids ? context.begin(prompt.ids_of(past, end)) : context.begin(end - past);
+    prompt.attend(context, 0, past, end);
+    EXPECT_REFUSED(prompt.attend(context, 0, past, end), "layer 0 has attended already");
+    EXPECT_REFUSED(context.begin(prompt.ids_of(40, 41)), "layer 0 has and others have not in the");
+    if (past > 0) {
+      EXPECT_REFUSED(context.save("none", "model"), "every layer must have attended in the last");
+      EXPECT_EQ(context.checkpoint_before(past - 1), 16);
+    }
+    EXPECT_EQ(context.checkpoint_before(past), past);
+    context.truncate(past);
+    EXPECT_TRUE(same(prompt.run(context, past, 90), prompt.run(straight, past, 90)));
   }
 }
 
 TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
-  const LayeredPrompt prompt(60);
+  const Prompt prompt;
   auto context = new_context();
   prompt.run(context, 0, 60);
-  context.begin(prompt.ids.slice(1, 0, 5));
+  context.begin(prompt.ids_of(0, 5));
   context.begin(3);
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
-                     "max_tokens must be >= 120, the tokens after this call, got 90");
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1).slice(1, 0, 7)),
-                     "token_ids must have the batch size of the prompt (2), got 1");
-  context.begin(prompt.ids.slice(1, 0, 7));
-  EXPECT_TRUE(same(context.token_ids(), prompt.ids));
+  context.begin(prompt.ids_of(0, 7));
+  EXPECT_TRUE(same(context.token_ids(), prompt.ids_of(0, 60)));
 }
 
-// A folder that is removed at the end, and a path in it.
-struct SessionFile {
-  SessionFile() {
-    folder = std::filesystem::temp_directory_path() / ("h2o_session_" + std::to_string(getpid()));
-    std::filesystem::create_directory(folder);
-    path = folder / "text.session";
-  }
-  ~SessionFile() { std::filesystem::remove_all(folder); }
-
-  std::string bytes() const {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
-
-  std::filesystem::path folder;
-  std::filesystem::path path;
-};
-
-TEST(PrefillContext, ASessionFileGoesOnToTheBit) {
-  const SessionFile file;
-  const LayeredPrompt prompt(90);
-  for (const bool with_ids : {true, false}) {
-    auto context = new_context(), loaded = new_context();
-    EXPECT_VALUE_ERROR_WITH(context.save(file.path, "model"), "length must be >= 1, got 0");
-    prompt.run(context, 0, 50, with_ids);
-    context.save(file.path, "model");
-    const std::string bytes = file.bytes();
-    prompt.run(loaded, 10, 40);
-    loaded.load(file.path, "model");
-    expect_same_state(loaded, context);
-    loaded.save(file.path, "model");
-    EXPECT_EQ(file.bytes(), bytes);
-    EXPECT_TRUE(same(prompt.run(loaded, 50, 90), prompt.run(context, 50, 90)));
-    expect_same_state(loaded, context);
-  }
-  // Nothing else is left in the folder.
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(file.folder), {}), 1);
-}
-
-TEST(PrefillContext, WrongSessionsChangeNothing) {
-  const SessionFile file;
-  const LayeredPrompt prompt(90);
+TEST(PrefillContext, SessionsOfOtherSizesAreRefused) {
+  const Prompt prompt;
+  const std::string path = ::testing::TempDir() + "/h2o_prefill.session";
   auto context = new_context();
   prompt.run(context, 0, 50);
-  context.save(file.path, "model");
-  auto kept = new_context(), same_kept = new_context();
-  prompt.run(kept, 0, 30);
-  prompt.run(same_kept, 0, 30);
-  EXPECT_VALUE_ERROR(kept.load(file.path, "other"), "session '" + file.path.string() +
-                                                        "' cannot be read: session must be of the "
-                                                        "model other, got one of model");
-  PrefillConfig other = recalling_config();
-  other.recall = 0;
-  EXPECT_VALUE_ERROR_WITH(new_context(other).load(file.path, "model"),
-                          "session must have the settings");
-  EXPECT_VALUE_ERROR_WITH(PrefillContext(3, 90, recalling_config()).load(file.path, "model"),
-                          "session must have 3 layers");
-  EXPECT_VALUE_ERROR_WITH(PrefillContext(2, 49, recalling_config()).load(file.path, "model"),
-                          "at most 49 tokens");
-  const std::string missing = file.folder / "missing\n";
-  try {
-    kept.load(missing, "model");
-    FAIL();
-  } catch (const std::runtime_error& error) {
-    EXPECT_EQ(error.what(), "[Errno 2] cannot read '" + file.folder.string() +
-                                "/missing\\n': No such file or directory");
-  }
-  std::ofstream(missing) << "a text and nothing else";
-  EXPECT_VALUE_ERROR(kept.load(missing, "model"),
-                     "session '" + file.folder.string() +
-                         "/missing\\n' cannot be read: it is no session file, or is damaged");
-  expect_same_state(kept, same_kept);
-  context.begin(prompt.ids.slice(1, 50, 60));
-  const auto x = prompt.qkv[0].tokens(50, 60);
-  context.attend(0, x.q, x.k, x.v);
-  EXPECT_VALUE_ERROR_WITH(context.save(file.path, "model"),
-                          "every layer must have attended in the last call");
-  EXPECT_THROW(new_context().save(file.folder / "missing" / "x", "model"), std::exception);
+  context.save(path, "model");
+  EXPECT_REFUSED(PrefillContext(3, 90, recalling_config()).load(path, "model"), "have 3 layers");
+  EXPECT_REFUSED(PrefillContext(2, 49, recalling_config()).load(path, "model"),
+                 "at most 49 tokens");
+  std::remove(path.c_str());
 }
 
 TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
-  const LayeredPrompt prompt(70);
+  const Prompt prompt;
   auto context = new_context(), straight = new_context();
   {
     const c10::InferenceMode inference;
@@ -316,7 +198,7 @@ TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
 }
 
 TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
-  const LayeredPrompt prompt(90);
+  const Prompt prompt;
   auto alone = new_context();
   const auto expected = prompt.run(alone, 0, 90);
   std::vector<at::Tensor> outs(4);

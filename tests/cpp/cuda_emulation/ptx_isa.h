@@ -113,8 +113,8 @@ inline void cp_async(uint32_t to, uint64_t from, uint32_t bytes, uint32_t presen
   unsigned char* const shared = shared_memory<unsigned char, 16>(to, site);
   h2o_prefill::ptx::cp_async_16(shared, reinterpret_cast<const void*>(from), present != 0, site);
 }
-inline void cp_async_commit(Site) { commit_copies(); }
-inline void cp_async_wait(uint32_t pending, Site) { wait_for_copies(static_cast<int>(pending)); }
+inline void cp_async_commit(Site) { copies().commit(); }
+inline void cp_async_wait(uint32_t pending, Site) { copies().wait(static_cast<int>(pending)); }
 
 inline uint64_t* mbarrier_at(uint32_t address, Site site) {
   return shared_memory<uint64_t, 1>(address, site);
@@ -141,7 +141,7 @@ template <int registers>
 void wgmma(const hopper::Operands& operands, float (&c)[registers], bool add, Site site) {
   const auto fence = [&] {
     if (!operands.a_registers) return;
-    hopper::fence_operand(*reinterpret_cast<const uint32_t (*)[4]>(operands.a_registers), site);
+    hopper::fence_operand(*reinterpret_cast<const uint32_t(*)[4]>(operands.a_registers), site);
   };
   fence();
   hopper::wgmma_fence();

@@ -302,9 +302,6 @@ void wake(const void* what) {
 }
 
 Copies& copies() { return running->copies; }
-void begin_copy(void* to, const void* from, size_t bytes) { copies().begin(to, from, bytes); }
-void commit_copies() { copies().commit(); }
-void wait_for_copies(int pending) { copies().wait(pending); }
 
 void check_alignment(const char* name, const void* address, size_t bytes, Site site) {
   if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;

@@ -70,9 +70,6 @@ int thread_index();
 
 // The asynchronous copies of this thread into shared memory (see Copies).
 Copies& copies();
-void begin_copy(void* to, const void* from, size_t bytes);
-void commit_copies();
-void wait_for_copies(int pending);
 
 // Stop the program unless `address` is a multiple of `bytes`, and for the second one unless as many
 // bytes of shared memory are there.

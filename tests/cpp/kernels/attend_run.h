@@ -51,7 +51,7 @@ struct Outcome {
   bool kept_within;  // no buffer was written after its end, and no gap between rows
 };
 
-inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Gemm gemm = nullptr) {
+inline Outcome run(const CpuKernels& kernels, const Problem& problem) {
   const ProblemSpec& spec = problem.spec;
   Outcome result{
       Rows(spec.out_dtype, spec.rows, spec.value_dim, spec.gap), Buffer(spec.rows), {}, true};
@@ -74,7 +74,7 @@ inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Ge
     sets.push_back({keys[s].data(), values[s].data(), set.spec.count,
                     set.spec.limits.empty() ? nullptr : set.spec.limits.data(),
                     set.spec.wants_colsum ? result.colsum[s].data() : nullptr,
-                    set.spec.begins.empty() ? nullptr : set.spec.begins.data()});
+                    /*begins=*/nullptr});
   }
   Buffer scratch(kernels.scratch_floats(spec.head_dim, spec.value_dim, max_count));
   AttendRowsArgs args{};
@@ -93,7 +93,6 @@ inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Ge
   args.softcap = spec.softcap;
   args.sets = sets.data();
   args.num_sets = static_cast<int>(sets.size());
-  args.gemm = gemm;
   args.scratch = scratch.data();
   kernels.attend_rows(args);
 

@@ -70,16 +70,14 @@ def test_tokenizers_of_every_family(program, tmp_path, family):
     check(program, make_tokenizer(family, text), texts, tmp_path)
 
 
-def test_the_real_model_s_tokenizer(program, tmp_path):
-    check(program, load_model()[1], hostile_texts(300, seed=1), tmp_path)
-
-
-def test_the_real_model_s_tokenizer_on_books(program, tmp_path):
+@pytest.mark.parametrize("texts", ["hostile", "books"])
+def test_the_real_model_s_tokenizer(program, tmp_path, texts):
     folder = os.environ.get("H2O_PREFILL_BOOKS")
-    if not folder:
+    if texts == "books" and not folder:
         pytest.skip("needs a folder of long texts: set H2O_PREFILL_BOOKS")
-    texts = [book.read_text()[20_000:100_000] for book in sorted(Path(folder).glob("*.md"))]
-    check(program, load_model()[1], texts, tmp_path)
+    read = [x.read_text()[20_000:100_000] for x in sorted(Path(folder or "").glob("*.md"))]
+    hard = hostile_texts(300, seed=1)
+    check(program, load_model()[1], read if texts == "books" else hard, tmp_path)
 
 
 def test_a_tokenizer_that_has_no_equal_is_refused(tmp_path):

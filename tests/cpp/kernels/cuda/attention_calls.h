@@ -71,10 +71,10 @@ struct Call {
     params.memory = {.positions = sets.data(), .width = width};
   }
 
-  void run(bool wants_lse = true) {
+  void run() {
     params.out = out.view();
-    if (wants_lse) params.lse = lse.data();
-    if (wants_lse && params.gathered) params.memory_lse = memory_lse.data();
+    params.lse = lse.data();
+    if (params.gathered) params.memory_lse = memory_lse.data();
     ASSERT_EQ(tested->attend(params, nullptr), cudaSuccess);
   }
 

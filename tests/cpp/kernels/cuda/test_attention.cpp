@@ -95,7 +95,7 @@ TEST_P(Attention, Windows) {
 
 TEST_P(Attention, GroupsBatchesAndTransposedViews) {
   for (const DType dtype : kernels.few_dtypes) {
-    for (const int64_t group : {1, 3, 4}) {
+    for (const int64_t group : {1, 3}) {
       // One of three rows counts nothing in the sums.
       check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40,
                    {.reduce_max = true, .skip_every = 3});
@@ -106,7 +106,7 @@ TEST_P(Attention, GroupsBatchesAndTransposedViews) {
 }
 
 TEST_P(Attention, SinksAndSoftcaps) {
-  for (const DType dtype : kernels.dtypes) {
+  for (const DType dtype : kernels.few_dtypes) {
     for (const double softcap : kernels.softcaps) {
       const AttentionShape shape{
           .dtype = dtype, .rows = 70, .keys = 140, .heads = 2, .softcap = softcap, .sinks = true};
@@ -118,36 +118,13 @@ TEST_P(Attention, SinksAndSoftcaps) {
   }
 }
 
-// Rows before and after the range stay as they were, and so do all where no lse is wanted.
-TEST_P(Attention, RowRangeWithLseAndWithout) {
-  for (const DType dtype : kernels.dtypes) {
-    for (const bool wants_lse : {true, false}) {
-      Call call({dtype, 100, 120});
-      call.params.rows = {.begin = 60, .count = 30, .past = 20};
-      call.run(wants_lse);
-      const Expected expected = attend(call.in, causal_keys(20, 0));
-      const double tolerance = call.tolerance(expected);
-      const std::vector<double> out = call.out.numbers();
-      for (int64_t t = 0; t < 100; ++t) {
-        const bool inside = t >= 60 && t < 90;
-        for (int64_t i = t * 64; i < (t + 1) * 64; ++i) {
-          EXPECT_TRUE(inside ? std::fabs(out[i] - expected.out[i]) <= tolerance
-                             : std::isnan(out[i]))
-              << t;
-        }
-        EXPECT_NEAR(call.lse[t], inside && wants_lse ? expected.lse[t] : kUntouched, 2e-5) << t;
-      }
-    }
-  }
-}
-
 // Rows that see the first keys, each as many as a list says.
 TEST_P(Attention, RowsWithLimits) {
   for (const DType dtype : kernels.few_dtypes) {
     for (const int64_t dim : {int64_t{64}, kernels.dims.back()}) {
-      Call call({dtype, 150, 500, dim, 56, 4, 2, 2, /*transposed=*/true});
+      Call call({dtype, 150, 310, dim, 56, 2, 1, 2, /*transposed=*/true});
       std::vector<int32_t> limits;
-      for (int32_t t = 0; t < 150; ++t) limits.push_back(1 + 3 * t + t % 3);
+      for (int32_t t = 0; t < 150; ++t) limits.push_back(1 + 2 * t + t % 3);
       limits.resize(2 * kLimitRows, limits.back());
       // Of the other batch row, which has the keys from 120 on.
       for (int32_t t = 0; t < 2 * kLimitRows; ++t) limits.push_back(std::max(limits[t] - 120, 0));
@@ -294,20 +271,6 @@ TEST(AttentionSm90, BlocksShareTheTilesOfAllMemorySets) {
   }
   // More parts of the rows than kMaxRowParts.
   check_gathered({DType::kFloat16, 2050, 2060}, 1, 1);
-}
-
-TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
-  const auto refused = [](const AttentionShape& shape, float scale, bool in_sums) {
-    Call call(shape);
-    call.params.scale_log2 = scale;
-    EXPECT_EQ(launch_attend_forward_sm90(call.params, nullptr), cudaErrorInvalidValue);
-    EXPECT_EQ(has_column_sums_sm90(sums_params(call, {})), !in_sums);
-  };
-  refused({DType::kBFloat16, 2, 2, 72, 64}, 1.0F, true);
-  refused({DType::kBFloat16, 2, 2, 64, 136}, 1.0F, false);
-  refused({DType::kFloat32, 2, 2}, 1.0F, true);
-  for (const float scale : {0.0F, -1.0F}) refused({DType::kFloat16, 2, 2}, scale, false);
-  refused({DType::kFloat16, 2, 2, 64, 64, 1, 1, 1, false, /*softcap=*/2.0}, 1.0F, true);
 }
 
 }  // namespace

@@ -34,15 +34,15 @@ inline uint32_t shared_address(const void* pointer) {
 inline void cp_async_16(void* shared, const void* global, bool valid, Site site = Site::here()) {
   cuda_emulation::check_shared("cp_async_16", shared, 16, site);
   cuda_emulation::check_alignment("cp_async_16", global, 16, site);
-  cuda_emulation::begin_copy(shared, valid ? global : nullptr, 16);
+  cuda_emulation::copies().begin(shared, valid ? global : nullptr, 16);
 }
 
-inline void cp_async_commit() { cuda_emulation::commit_copies(); }
+inline void cp_async_commit() { cuda_emulation::copies().commit(); }
 
 template <int pending>
 void cp_async_wait() {
   static_assert(pending >= 0);
-  cuda_emulation::wait_for_copies(pending);
+  cuda_emulation::copies().wait(pending);
 }
 
 template <DType dtype>
