@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import random
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
 
 import torch
-import typer
-from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
+from common.attention import beside_sdpa, sdpa, sdpa_calls
 from common.benchmark import SHAPES, Case, Plan, benchmark, new_app
 from common.compare import compare
 from common.machine import (
@@ -52,10 +49,6 @@ RECALLS = {
     "h2o, recall=4": preset_config("h2o", recall=4),
     "recommended": preset_config("recommended"),
 }
-
-# Tasks as csrc/kernels/cpu/tasks.h and attend_chunk.cpp cut them, and the barriers of a chunk.
-TASK_ROWS, TASKS_PER_THREAD, BARRIERS = 64, 4, 4
-CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @benchmark(
@@ -210,9 +203,9 @@ def kernels(plan: Plan) -> None:
             for length in plan.lengths:
                 sparse = _sparse_call(case.qkv(length), config, find(length))
                 whole = case.compare({"sparse": sparse}, plan.seconds).median("sparse")
-                *_, found = profiled_rounds(sparse, 0.0)
-                found["elsewhere"] = (whole - sum(time for time, _ in found.values()), 1)
-                for name, (time, launches) in sorted(found.items(), key=lambda x: -x[1][0]):
+                *_, by_kernel = profiled_rounds(sparse, 0.0)
+                by_kernel["elsewhere"] = (whole - sum(time for time, _ in by_kernel.values()), 1)
+                for name, (time, launches) in sorted(by_kernel.items(), key=lambda x: -x[1][0]):
                     report.add(
                         **case.fields,
                         length=length,
@@ -227,76 +220,6 @@ def _short_name(kernel: str) -> str:
     """Return a kernel's name without namespaces, return type and arguments."""
     name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.sub(r"\b\w+::", "", name.split("(")[0])[:60]
-
-
-@benchmark(app, "scaling", "dtype", "shape", preset="recommended", seconds=10.0)
-def scaling(
-    plan: Plan,
-    barrier: Annotated[
-        float, typer.Option("--barrier", help="Microseconds that waking and joining threads takes.")
-    ] = 5.0,
-) -> None:
-    """Simulate the operator on many cores, from the times of its steps on one thread.
-
-    A chunk is a sequence of steps, and a step a number of equal tasks that threads take in turn:
-    packing and attention (64 rows of a KV head, or of a query head where there are few), column
-    sums, scores, and the selection of each KV head's memory set. "measured efficiency %" comes
-    from a whole prefill where there are as many threads. Memory bandwidth and shared caches are
-    left out, so this is an upper bound.
-    """
-    config = plan.config()
-    title = f"efficiency of the operator on many cores, simulated, S={config.chunk_size}"
-    with Report(plan, title, preset=plan.preset, barrier_microseconds=barrier) as report:
-        for heads, dtype in itertools.product(plan.shapes, plan.dtypes):
-            case = Case(heads, dtype)
-            whole, alone, steps = _step_seconds(case, config, plan.seconds)
-            for threads in CORES:
-                chunk = sum(-(-n // threads) * s for n, s in steps(threads))
-                chunk += BARRIERS * barrier * 1e-6 * (threads > 1)
-                row = {"threads": threads, "efficiency_percent": 100 * alone / (threads * chunk)}
-                if threads in plan.threads:
-                    measured = whole(threads)
-                    row["measured_efficiency_percent"] = 100 * whole(1) / (threads * measured)
-                report.add(**case.fields | row)
-
-
-def _step_seconds(
-    case: Case, config: PrefillConfig, seconds: float
-) -> tuple[Callable[[int], float], float, Callable[[int], list[tuple[int, float]]]]:
-    """Return the time of a prefill by threads, of a chunk, and its steps by threads.
-
-    A step is a number of tasks, and the time of one.
-    """
-    size, heads = config.chunk_size, case.heads
-    long, short = (case.qkv(chunks * size) for chunks in (6, 2))
-    scores = torch.rand(1, heads.kv_heads, 6 * size)
-    width = config.local_window + config.heavy_budget
-    memory = random_memory(heads.kv_heads, width, 5 * size)
-    sums = torch.rand(memory.shape)
-    budgets = (5 * size, 6 * size, config.local_window, config.heavy_budget, 0)
-    calls = {
-        "long": partial(sparse_attention, *long, None, config),
-        "short": partial(sparse_attention, *short, None, config),
-        "select": partial(ops.select_memory, scores, memory, *budgets),
-        "scores": partial(ops.accumulate_scores_, scores, memory, sums),
-    }
-
-    @functools.cache
-    def median(name: str, threads: int) -> float:
-        torch.set_num_threads(threads)
-        return compare({name: calls[name]}, seconds / 4).median(name)
-
-    chunk = (median("long", 1) - median("short", 1)) / 4
-    select, update = median("select", 1), median("scores", 1)
-
-    def steps(threads: int) -> list[tuple[int, float]]:
-        tasks = heads.kv_heads * -(-size // TASK_ROWS)
-        if tasks < TASKS_PER_THREAD * threads:
-            tasks *= heads.query_heads // heads.kv_heads
-        attend = (tasks, (chunk - select - update) / tasks)
-        return [attend, (heads.kv_heads, select / heads.kv_heads), (1, update)]
-
-    return partial(median, "long"), chunk, steps
 
 
 @benchmark(app, "recall", "dtype", shape="smollm2", lengths=RECALL_LENGTHS, seconds=20.0)
@@ -440,23 +363,23 @@ def _growth_row(case: Case, config: PrefillConfig, prompts: int) -> Row:
     qkv = case.qkv(longest)
     measures = {"resident": resident_bytes, "allocated": allocated_bytes}
     # Of their final length from the start: the lists must not grow with the prompts.
-    held: dict[str, list[int | None]] = {name: [0] * prompts for name in measures}
+    sizes: dict[str, list[int | None]] = {name: [0] * prompts for name in measures}
     for prompt in range(prompts):
         # The longest first, so that what comes later needs nothing new.
         length = chooser.randint(1, longest) if prompt else longest
         sparse_attention(*(x[:, :, :length] for x in qkv), None, config)
         for name, measure in measures.items():
-            held[name][prompt] = measure()
-    growth = {f"{name}_growth_kilobytes": _growth(values) for name, values in held.items()}
-    return {**{f"{name}_bytes": values for name, values in held.items()}, **growth}
+            sizes[name][prompt] = measure()
+    growth = {f"{name}_growth_kilobytes": _growth(values) for name, values in sizes.items()}
+    return {**{f"{name}_bytes": values for name, values in sizes.items()}, **growth}
 
 
-def _growth(held: list[int | None]) -> float | None:
+def _growth(sizes: list[int | None]) -> float | None:
     """Return how far the second half's highest is above the first half's, in kB."""
-    if None in held:
+    if None in sizes:
         return None
-    half = len(held) // 2
-    return (max(held[half:]) - max(held[:half])) / 1e3  # type: ignore[type-var, operator]
+    half = len(sizes) // 2
+    return (max(sizes[half:]) - max(sizes[:half])) / 1e3  # type: ignore[type-var, operator]
 
 
 if __name__ == "__main__":

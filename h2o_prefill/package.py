@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -74,10 +73,6 @@ class PackageInfo:
             values[name] = int(values[name])
         values["end_ids"] = tuple(int(x) for x in values["end_ids"].split(",") if x)
         return cls(**values)
-
-    def to_json(self) -> str:
-        """Return the fields as indented JSON."""
-        return json.dumps(asdict(self), indent=2) + "\n"
 
     def new_state(self) -> list[Tensor]:
         """Allocate the buffers that the graph changes in place, for the beginning of a prompt.

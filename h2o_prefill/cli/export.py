@@ -14,7 +14,7 @@ from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
 
 @options.command
 def export(
-    model: options.Bfloat16ModelOptions,
+    model: options.CpuModelOptions,
     preset: options.PresetOption = None,
     output: Path = typer.Option(
         ..., metavar="FILE.pt2", help="Package to write.", show_default=False

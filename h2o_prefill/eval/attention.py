@@ -52,12 +52,12 @@ class AttentionMeasures:
     @property
     def jaccard(self) -> Tensor:
         """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv]."""
-        sets = held_positions(self.memory, self.chunk_ends[-1])
+        sets = positions_of(self.memory, self.chunk_ends[-1])
         return (sets[:-1] & sets[1:]).sum(-1) / (sets[:-1] | sets[1:]).sum(-1)
 
     def head_share(self, chunk: int) -> Tensor:
         """Return the share of KV heads that hold each position after a chunk, fp32 [layers, T]."""
-        sets = held_positions(self.memory[chunk], self.chunk_ends[-1])
+        sets = positions_of(self.memory[chunk], self.chunk_ends[-1])
         return sets.sum(1) / torch.tensor(self.kv_heads).unsqueeze(1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,8 +235,8 @@ def stack_layers(layers: Sequence[Tensor], fill: float, dim: int) -> Tensor:
     return torch.stack(padded, dim=dim)
 
 
-def held_positions(memory: Tensor, length: int) -> Tensor:
-    """Mark the positions that memory sets hold, bool [..., length]."""
+def positions_of(memory: Tensor, length: int) -> Tensor:
+    """Mark the positions of memory sets, bool [..., length]."""
     # The additional column takes the absent entries.
     members = torch.zeros(*memory.shape[:-1], length + 1, dtype=torch.bool, device=memory.device)
     index = torch.where(memory < 0, length, memory).to(torch.int64)

@@ -139,8 +139,8 @@ def compare(
         enabled: Any = handle if config is None else None
         chosen = chosen_config(config) if enabled is None else enabled.config
         check_chunks(chosen, tokens, "the prompt")
-        own = f"{model.config._attn_implementation}, model's own"
-        modes = {own: None, "exact, lossless": PRESETS["exact"]}
+        stock = f"{model.config._attn_implementation}, model's own"
+        modes = {stock: None, "exact, lossless": PRESETS["exact"]}
         if not chosen.exact:
             modes[chosen.to_string()] = chosen
 

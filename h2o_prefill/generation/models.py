@@ -67,8 +67,8 @@ def resolve_model(
         if needs_tokenizer and tokenizer is None:
             raise ValueError("tokenizer must be given with a model that is not given by name")
         return model, tokenizer
-    network, own_tokenizer = load_model(model)
-    return network, own_tokenizer if tokenizer is None else tokenizer
+    network, loaded = load_model(model)
+    return network, loaded if tokenizer is None else tokenizer
 
 
 def check_device(device: str | torch.device) -> None:

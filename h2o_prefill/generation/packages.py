@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def write_package(
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
     with replaced_file(description) as scratch:
-        scratch.write_text(info.to_json(), encoding="utf-8")
+        scratch.write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
     return [path, description, folder]
 
 

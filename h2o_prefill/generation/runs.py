@@ -57,15 +57,6 @@ def sparse_at_any_length(config: PrefillConfig | str | None) -> PrefillConfig:
     return config.replace(min_prefill=None) if config.is_auto else config
 
 
-def check_dense(model: nn.Module) -> None:
-    """Raise ValueError for a model that is enabled already."""
-    settings = getattr(model, "config", None)
-    if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
-        raise ValueError(
-            "model must have dense attention: it is under h2o_prefill.enable() already"
-        )
-
-
 def check_length(model: nn.Module, length: int, argument: str) -> None:
     """Raise ValueError for a prompt longer than the model was made for, or one without weights."""
     from h2o_prefill.hf.kinds import longest_text
@@ -80,8 +71,12 @@ def check_length(model: nn.Module, length: int, argument: str) -> None:
 
 
 def check_model(model: nn.Module, length: int, argument: str) -> None:
-    """Raise the errors of `check_dense` and `check_length`."""
-    check_dense(model)
+    """Raise ValueError for a model that is enabled already, and the errors of `check_length`."""
+    settings = getattr(model, "config", None)
+    if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
+        raise ValueError(
+            "model must have dense attention: it is under h2o_prefill.enable() already"
+        )
     check_length(model, length, argument)
 
 
