@@ -69,15 +69,6 @@ def test_a_prefix_that_is_found_changes_nothing(engine, tokens, settings):
         torch.testing.assert_close(answer.logprobs, alone.logprobs, atol=close, rtol=close)
 
 
-def test_the_next_turn_of_a_chat_goes_on_after_the_answer(engine, tokens):
-    ids = tokens(4 * CHUNK + 10, 30)
-    turn = ids + engine.ask(ids, new=60).tokens + tokens(9, 31)
-    answer, counted = engine.counted(turn)
-    assert answer.cached == 4 * CHUNK + 2 * PAGE
-    assert counted == {"state_hits": 1, "sparse_tokens": len(turn) - answer.cached}
-    engine.forget()
-
-
 def test_pages_are_shared_by_equal_settings_and_salts_alone(engine, tokens):
     ids = tokens(LENGTH, 25)
     whole = LENGTH // PAGE * PAGE

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import h2o_prefill
-from h2o_prefill import ops
+from h2o_prefill import PrefillConfig, ops
+from h2o_prefill.eval import count_attention_flops
 
 KERNEL = ["milliseconds", "gflops", "percent", "speedup"]
 # What every row of a benchmark has, and that is a time, a rate or a size above 0.
@@ -98,6 +99,9 @@ def test_models(run, model_folder, name, fields, variants):
 
 
 EXACT, SMALL = "h2o,local_window=256,heavy_budget=256", "h2o,local_window=8,heavy_budget=8"
+WIDENED = f"{SMALL},error_rows=4,error_threshold=0.0001,max_widen=4"
+CAUSAL = (SMALL, WIDENED, "snapkv=16", "quoka=16")
+SEES_THE_FUTURE = ("snapkv-own=72", "quoka-own=16", "xattention=0.5")
 
 
 @pytest.mark.filterwarnings("ignore:the memory set")
@@ -130,6 +134,44 @@ def test_losses_and_answers(run, model_folder, tmp_path, name, options, named):
             # The most likely token of the dense run is no less likely than another one.
             assert row["equal"] or (0 <= row["parts_at"] < 6 and row["gap"] > 0)
             assert row["equal"] or row["variant"] == SMALL
+
+
+@torch.no_grad()
+def test_what_rules_of_selection_see_and_multiply(model):
+    from common.benchmark import make_plan
+    from selections import leak, run_of
+
+    plan = make_plan("selections", quick=True)
+    ids = torch.randint(1, 257, (1, 512), generator=torch.Generator().manual_seed(7))
+    recalling = f"{SMALL},chunk_size=64,recall=2,dense_tail=8"
+    logits, products = {}, {}
+    for text in ("dense", recalling, *CAUSAL, *SEES_THE_FUTURE):
+        run = run_of(text, plan, model, None)
+        found, products[text] = run(ids)
+        logits[text] = found.slice(0, 512)
+        if text != "dense":
+            assert (logits[text] - logits["dense"]).abs().max() > 0.01
+            change = leak(run, ids, 64)
+            assert change > 0.001 if text in SEES_THE_FUTURE else change == 0
+    counted = count_attention_flops(ids, PrefillConfig.parse(recalling))
+    assert products[recalling] == pytest.approx(products["dense"] / counted.ratio)
+    # Widened sets and the rows that measure errors are counted.
+    assert products[SMALL] < products[WIDENED]
+
+
+def test_a_varied_window_is_passage_other_text_and_changed_passage(tiny):
+    from common.variations import VARIATIONS, build_window
+
+    tokenizer, text = tiny.make_tokenizer(), "The looking path, " * 3000
+    for name, kind in VARIATIONS.items():
+        window, changed = build_window(name, tokenizer, text, 2048)
+        said = str(tokenizer.decode(window))  # a token is a byte
+        assert len(window) == 2048 and 256 < 2048 - changed <= 512
+        assert said[changed:].startswith("\n\n")
+        assert (said[changed:].strip() in said[:512]) == (name == "same")
+        assert kind.among_its_like or said[512:changed] in text
+    with pytest.raises(ValueError, match=r"longer for windows of 2048 tokens: 1000 characters"):
+        build_window("capitals", tokenizer, text[:1000], 2048)
 
 
 def test_the_variants_of_a_model_are_what_they_say(model, config):

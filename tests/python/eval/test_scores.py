@@ -70,12 +70,6 @@ def nll():
     return torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) * 5
 
 
-def test_perplexity_is_exp_of_the_mean(nll):
-    values = nll.flatten().tolist()
-    mean = sum(values) / len(values)
-    assert scoring.perplexity(nll) == pytest.approx(math.exp(mean), rel=1e-12)
-
-
 def test_relative_difference_pairs_windows_or_blocks_of_one(nll):
     sparse = nll + torch.tensor([[0.1], [0.2], [0.6]])
     # Sample deviation of 0.1, 0.2, 0.6: sqrt((0.04 + 0.01 + 0.09) / 2).

@@ -175,16 +175,6 @@ def test_a_mask_that_the_model_makes_in_its_graph_is_kept(shallow, make_ids, one
     assert_close(ours[0, 20:], stock[0, 20:])
 
 
-def test_training_is_dense_in_a_graph_too_and_said(shallow, ids):
-    stock = shallow(ids).logits
-    with enable(shallow, **SPARSE), pytest.warns(UserWarning, match="training mode"):
-        shallow.train()
-        cache = CACHES["static"](shallow)
-        assert_close(
-            compiled_by("torch.compile", shallow)(ids, past_key_values=cache).logits, stock
-        )
-
-
 def test_two_threads_with_prompts_of_their_own(llama, make_ids, spawn):
     """What a graph is told is told to its thread: the lists of recalled keys above all."""
     prompts, found = [make_ids(1, 24, seed).repeat(1, 4) for seed in (5, 6)], [[], []]

@@ -66,16 +66,6 @@ def emptied(prompt):
     return prompt.fill(cache)
 
 
-def back_at_a_checkpoint(prompt):
-    first, rest = prompt.ids.split((64, 8), dim=1)
-    cache = new_cache(prompt.model, checkpoints=True)
-    prompt.model(first, past_key_values=cache)
-    prompt.go_on(cache)
-    cache.crop(64 - cache.get_seq_length())
-    in_calls(prompt.model, cache, rest, prompt.calls[1:])
-    return cache
-
-
 def reordered(prompt):
     cache = prompt.fill()
     cache.batch_repeat_interleave(2)  # rows 0 0 1 1
@@ -101,38 +91,37 @@ WAYS_BACK = {
     **{name: lambda prompt, how=how: how(prompt.fill()) for name, how in COPIES.items()},
     "a session file": saved,
     "reset": emptied,
-    "crop to a checkpoint": back_at_a_checkpoint,
     "rows": reordered,
     "offload": offloaded,
     "inference mode": in_inference_mode,
 }
 WIDENED = {**RECOMMENDED, "sink_tokens": 2, **WIDENING}
-# Family, dtype and settings; what such a cache does not offer.
+# Family, dtype and settings.
 GO_ON = {
-    "all": ("llama", "float32", EVERYTHING, {"crop to a checkpoint"}),
-    "widened": ("llama", "float32", WIDENED, set()),
-    "exact": ("llama", "float32", PRESET_EXACT, set()),
-    "bfloat16": ("qwen3", "bfloat16", WIDENED, set()),
-    "latent": ("deepseek-v3", "float32", RECALL, {"crop to a checkpoint"}),
-    "a window": ("gemma2", "float32", H2O, {"crop to a checkpoint"}),
-    "windows": ("mistral-window", "float32", H2O, {"crop to a checkpoint"}),
-    **{x: (x, "float32", SPARSE, {*WAYS_BACK} - {*COPIES, "reset"}) for x in RECURRENT},
+    "all": ("llama", "float32", EVERYTHING),
+    "widened": ("llama", "float32", WIDENED),
+    "exact": ("llama", "float32", PRESET_EXACT),
+    "bfloat16": ("qwen3", "bfloat16", WIDENED),
+    "latent": ("deepseek-v3", "float32", RECALL),
+    "a window": ("gemma2", "float32", H2O),
+    "windows": ("mistral-window", "float32", H2O),
+    **{x: (x, "float32", SPARSE) for x in RECURRENT},  # by copies, and reset
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "way"), [(x, way) for x in GO_ON for way in WAYS_BACK if way not in GO_ON[x][3]]
+    ("case", "way"),
+    [(x, way) for x in GO_ON for way in (WAYS_BACK if x not in RECURRENT else [*COPIES, "reset"])],
 )
 def test_a_prompt_goes_on_to_the_bit(build, prompt, tmp_path, case, way):
     warnings.filterwarnings("ignore", message="h2o_prefill: .* has a sliding window")
-    family, dtype, settings, _ = GO_ON[case]
+    family, dtype, settings = GO_ON[case]
     model = build(family).to(getattr(torch, dtype))
     with enable(model, **settings):
         prompt = Prompt(model, prompt, tmp_path / "prompt.session")
         plain, cache = prompt.fill(), WAYS_BACK[way](prompt)
         assert torch.equal(prompt.go_on(cache), prompt.go_on(plain))
-        if way != "crop to a checkpoint":  # which has no scores of tokens outside of its sets
-            assert_same_states(cache, plain, 0)
+        assert_same_states(cache, plain, 0)
     assert torch.equal(cache.token_ids, torch.cat([prompt.ids, prompt.more], dim=1))
 
 

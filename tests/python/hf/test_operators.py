@@ -21,20 +21,18 @@ from h2o_prefill import enable
 TOKENS = 40
 CUT = 12  # a window that hides keys of every call of these tests but decoded tokens of few
 HALF = {"layer_types": ["sliding_attention", "full_attention"]}
-FULL = {"layer_types": ["full_attention"] * 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 
-# The field of the window, and others that it needs; fields without one; layers with a window.
+# The field of the window, and others that it needs; layers with a window.
 MODELS = {
-    "mistral": ("sliding_window", {}, {"sliding_window": None}, 2),
-    "phi3-window": ("sliding_window", {}, {"sliding_window": None}, 2),
-    "qwen2": ("sliding_window", {"use_sliding_window": True, **HALF}, {}, 1),
-    "gemma3": ("sliding_window", ROPES, {**ROPES, **FULL}, 1),
-    "gpt-oss": ("sliding_window", {}, FULL, 1),
-    "llama4": ("attention_chunk_size", {}, {"attention_chunk_size": 512}, 1),
+    "mistral": ("sliding_window", {}, 2),
+    "phi3-window": ("sliding_window", {}, 2),
+    "qwen2": ("sliding_window", {"use_sliding_window": True, **HALF}, 1),
+    "gemma3": ("sliding_window", ROPES, 1),
+    "gpt-oss": ("sliding_window", {}, 1),
+    "llama4": ("attention_chunk_size", {}, 1),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture
@@ -55,30 +53,18 @@ def window_calls(monkeypatch):
     return watch(monkeypatch, "sliding_window_attention", note)
 
 
-def windowed(build, name, window, implementation=None, **changes):
-    field, more = MODELS[name][:2]
-    return build(name, implementation, **{field: window}, **more, **changes)
+def windowed(build, name, window):
+    field, more, _ = MODELS[name]
+    return build(name, **{field: window}, **more)
 
 
-@every_model
-def test_a_prompt_that_fits_the_window_is_as_without_one(build, prompt, name):
-    unlimited = build(name, **MODELS[name][2])
-    with enable(unlimited, **SPARSE):
-        expected = unlimited(prompt).logits
-    model = windowed(build, name, TOKENS)
-    with enable(model, strict=True, **SPARSE):
-        assert_close(model(prompt, past_key_values=new_cache(model)).logits, expected)
-        assert_close(model(prompt, use_cache=False).logits, expected)
-        assert sparse_rows(model) == [2 * TOKENS] * 2
-
-
-@every_model
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("window", [TOKENS - 1, TOKENS])
 def test_one_token_more_than_the_window_and_a_second_call_are_as_stock_there(
     build, prompt, name, window
 ):
     """A cache of a layer whose window held all so far keeps no state for a second call."""
-    model, windows = windowed(build, name, window), MODELS[name][3]
+    model, windows = windowed(build, name, window), MODELS[name][2]
     stock, said, rows = model(prompt).logits, [], []
     for lengths in [(TOKENS,), (20, 20)]:
         with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
@@ -117,7 +103,7 @@ def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
     with enable(model, **{**EXACT, "min_prefill": 64}):
         in_calls(model, cache, prompt, (CUT, 20, 1, 7))
     sizes = [(new, CUT - 1 + new, CUT) for new in (20, 7)]
-    assert window_calls == [size for size in sizes for _ in range(MODELS[name][3])]
+    assert window_calls == [size for size in sizes for _ in range(MODELS[name][2])]
 
 
 def test_plain_causal_calls_are_our_dense_operators(llama, make_ids, dense_calls):

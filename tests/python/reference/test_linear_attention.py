@@ -40,22 +40,6 @@ def test_every_form_is_what_the_definition_says(feature_map, chunk_size):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, 5, 16, 100])
-def test_chunkwise_is_recurrent(chunk_size, per_token, normalize):
-    q, k, v = random_inputs()
-    decay = random_decay(k, per_token)
-    state = torch.randn(2, 2, 8, 5, dtype=torch.float64)
-    given = (decay, state, state[..., 0].abs())
-    expected = recurrent_linear_attention(q, k, v, *given, normalize=normalize, scale=0.3)
-    actual = chunkwise_linear_attention(
-        q, k, v, *given, chunk_size=chunk_size, normalize=normalize, scale=0.3
-    )
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
 def test_both_directions_are_two_recurrences(normalize):
     q, k, v = random_inputs()
     decay = random_decay(k)

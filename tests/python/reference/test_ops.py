@@ -96,17 +96,6 @@ def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
     assert torch.equal(memory, expected[2]) if tokens > S else (memory == -1).all()
 
 
-@GROUPS
-@pytest.mark.parametrize(
-    ("sinks", "local", "heavy"), [(0, 0, 53), (0, 53, 0), (53, 0, 0), (5, 30, 18)]
-)
-@pytest.mark.parametrize("calls", [None, [7, 46], [16, 32, 5]])
-def test_a_memory_that_holds_everything_is_dense(heads, sinks, local, heavy, calls):
-    q, k, v = random_qkv(53, heads)
-    sizes = {"sink_tokens": sinks, "local_window": local, "heavy_budget": heavy}
-    assert_equal(prefill(q, k, v, calls, **sizes)[0], sdpa(q, k, v, is_causal=True))
-
-
 def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     q, k, v = random_qkv(3 * S)
     settings = text(local_window=2, heavy_budget=S + 2)
@@ -143,21 +132,3 @@ def test_a_head_has_the_budgets_of_its_widening():
         narrow = text(**{name: factor * size for name, size in sizes.items()})
         one = ops.chunked_sparse_attention(*alone, None, None, *NO_RECALL, 0, narrow)
         assert_equal(out[:, rows], one[0])
-
-
-def test_phases_are_attention_over_their_keys():
-    q, k, v = random_qkv(20)
-    out, lse, colsum = ops.intra_chunk_attention(q, k, v, S, scale=0.3)
-    rows = slice(S, 20)
-    last = [x[:, :, rows] for x in (q, k, v)]
-    assert_equal(out[:, :, rows], sdpa(*last, scale=0.3, is_causal=True))
-    assert_equal(colsum.sum(-1), torch.full((2, 2), 2.0 * 20, dtype=q.dtype))
-
-    indices = torch.tensor([[1, 4, 9, -1], [0, 2, 19, -1]], dtype=torch.int32).expand(2, -1, -1)
-    out, lse, colsum = ops.memory_attention(q, k, v, indices, scale=0.3)
-    keys, values = (ops.gather_rows(x, indices[..., :3]) for x in (k, v))
-    assert_equal(out, sdpa(q, keys, values, scale=0.3))
-    logits = 0.3 * q @ keys.repeat_interleave(2, 1).transpose(-1, -2)
-    assert_equal(lse, logits.logsumexp(-1))
-    assert_equal(colsum.sum(-1), torch.full((2, 2), 2.0 * 20, dtype=q.dtype))
-    assert (colsum[..., 3] == 0).all()
