@@ -213,7 +213,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
     # What another prompt left, where this is the first call.
     memory = p.positions(position.values[1] if p["P"] else 40, min(width, 150))
     buffers = p.resized(C=p["S"] + p.draw.integer(0, 9))
-    in_buffers = "k" not in p.fixed and p.draw.chance(0.3)
+    in_buffers = p.settings is None and p.draw.chance(0.3)
     rows = p["S"] if in_buffers else p["P"]
     return {
         **({"k": None, "v": None} if in_buffers else {}),

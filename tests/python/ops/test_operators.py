@@ -125,8 +125,7 @@ def test_caches_may_be_parts_of_one_tensor(device, dim, by_token):
     whole = torch.cat(caches, dim)
     whole = whole.transpose(1, 2).contiguous().transpose(1, 2) if by_token else whole
     arguments[3:5] = whole.chunk(2, dim)
-    if arguments[2] is not None:
-        arguments[2] = arguments[2][..., :16]
+    arguments[2] = arguments[2][..., :16]
     out = ops.prefill_attention_(*arguments)
     assert torch.equal(out, expected[0][..., :16])
     for cache, same in zip(arguments[3:5], expected[1:3], strict=True):
