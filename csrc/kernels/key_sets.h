@@ -2,7 +2,7 @@
 // PyTorch types.
 //
 // The rows (queries) 0, 1, ... of a call are at positions past, past + 1, ... of the history of
-// keys. A "unit" is a (batch row, KV head): b Hkv + h.
+// keys. A "unit" is a KV head of a batch row: b Hkv + h.
 #pragma once
 
 #include <cstdint>

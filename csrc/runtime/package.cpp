@@ -45,9 +45,9 @@ Metadata read_metadata(const std::string& path) {
 }
 
 const std::string& text_of(const Metadata& metadata, const char* name) {
-  const auto found = metadata.find(std::string("h2o_prefill.") + name);
-  if (found == metadata.end()) refuse_incomplete();
-  return found->second;
+  const auto entry = metadata.find(std::string("h2o_prefill.") + name);
+  if (entry == metadata.end()) refuse_incomplete();
+  return entry->second;
 }
 
 // The whole text must be the number.
@@ -95,9 +95,9 @@ at::ScalarType dtype_of(const std::string& name) {
 PackageInfo read_info(const Metadata& metadata) {
   const auto text = [&](const char* name) { return text_of(metadata, name); };
   const auto number = [&](const char* name) {
-    const int64_t found = number_of(text(name));
-    check_at_least(name, found, 1);
-    return found;
+    const int64_t value = number_of(text(name));
+    check_at_least(name, value, 1);
+    return value;
   };
   PackageInfo info{.model = text("model"),
                    .model_hash = text("model_hash"),
@@ -137,12 +137,13 @@ void check_state(const std::vector<at::Tensor>& state, const std::vector<at::Ten
   TORCH_CHECK_VALUE(state.size() == forms.size(), "state must have ", forms.size(),
                     " tensors, got ", state.size());
   for (size_t i = 0; i < forms.size(); ++i) {
-    const at::Tensor& held = state[i];
-    TORCH_CHECK_VALUE(held.defined() && held.layout() == at::kStrided && held.is_cpu() &&
-                          held.is_contiguous() && held.scalar_type() == forms[i].scalar_type() &&
-                          held.sizes() == forms[i].sizes(),
+    const at::Tensor& tensor = state[i];
+    TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
+                          tensor.is_contiguous() &&
+                          tensor.scalar_type() == forms[i].scalar_type() &&
+                          tensor.sizes() == forms[i].sizes(),
                       "state must have a contiguous tensor ", i, ", ", forms[i].sizes(), " ",
-                      dtype_name(forms[i].scalar_type()), " on cpu, got ", describe(held));
+                      dtype_name(forms[i].scalar_type()), " on cpu, got ", describe(tensor));
   }
 }
 

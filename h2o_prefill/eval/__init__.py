@@ -25,7 +25,7 @@ from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.cluster import ModelCluster
 from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
-from h2o_prefill.eval.perplexity import PerplexityResult, check_settings, evaluate_perplexity
+from h2o_prefill.eval.perplexity import PerplexityResult, evaluate_perplexity
 from h2o_prefill.eval.retrieval import evaluate_retrieval
 from h2o_prefill.eval.timing import benchmark_throughput, profile_memory
 

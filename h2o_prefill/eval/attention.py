@@ -44,8 +44,7 @@ class AttentionMeasures:
     # attends; ascending, -1 where absent.
     memory: Tensor
     layers: tuple[int, ...]  # indices of the layers that a sparse prefill runs sparsely
-    query_heads: tuple[int, ...]  # of each of these layers
-    kv_heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]  # of each of these layers
     chunk_ends: tuple[int, ...]  # where each chunk ends; the last is T
     config: PrefillConfig
 
@@ -169,7 +168,6 @@ def measure_attention(
         mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
         memory=memory,
         layers=tuple(measures),
-        query_heads=tuple(layer.mass.shape[1] for layer in measures.values()),
         kv_heads=tuple(layer.memory.shape[1] for layer in measures.values()),
         chunk_ends=tuple(ends),
         config=config,

@@ -195,7 +195,7 @@ KeySet AttendChunk::Impl::pack_recalled(const Pass& pass, int64_t unit, const Ro
   const int64_t list = recall.list(b, rows.begin);
   const int32_t* const memory = pass.sets.back().memory.of_unit(unit);
   const int64_t members = pass.sets.back().memory.count(unit);
-  int32_t* const kept = workspace.get(thread_parts.positions) + thread * max_recalled;
+  int32_t* const unseen = workspace.get(thread_parts.positions) + thread * max_recalled;
   int32_t* const limits = workspace.get(thread_parts.limits[2]) + thread * kTaskRows;
   int64_t count = 0;
   int64_t r = 0;
@@ -207,14 +207,14 @@ KeySet AttendChunk::Impl::pack_recalled(const Pass& pass, int64_t unit, const Ro
     if (r == rows.count) break;
     if (position >= pass.rows.position()) continue;
     if (std::binary_search(memory, memory + members, position)) continue;
-    kept[count++] = position;
+    unseen[count++] = position;
   }
   while (r < rows.count) limits[r++] = static_cast<int32_t>(count);
 
   float* const keys = workspace.get(thread_parts.recalled) + thread * thread_parts.recalled_floats;
   float* const values = keys + kernels.packed_key_floats(count, pass.key.dim, pass.key.dtype);
   const auto pack = [&](const HeadsView& from, float* packed) {
-    return pack_whole(from.row(b, h, 0), from.dtype, from.stride_row, kept, count, from.dim,
+    return pack_whole(from.row(b, h, 0), from.dtype, from.stride_row, unseen, count, from.dim,
                       packed);
   };
   kernels.pack_keys(pack(pass.key, keys));

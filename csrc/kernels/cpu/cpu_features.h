@@ -86,13 +86,13 @@ inline std::string cpu_features() {
          H2O_IF("amx-bf16", "AMX_BF16") + H2O_IF("amx-int8", "AMX_INT8");
 #undef H2O_IF
 #elif defined(__aarch64__)
-  const unsigned long found = getauxval(AT_HWCAP), more = getauxval(AT_HWCAP2);
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
   const auto bits = 8 * (prctl(PR_SVE_GET_VL) & PR_SVE_VL_LEN_MASK);
-  return std::string(found & HWCAP_ASIMD ? " ASIMD" : "") + (found & HWCAP_ATOMICS ? " LSE" : "") +
-         (found & HWCAP_ASIMDHP ? " FP16" : "") + (found & HWCAP_ASIMDDP ? " DOTPROD" : "") +
-         (more & HWCAP2_BF16 ? " BF16" : "") + (more & HWCAP2_I8MM ? " I8MM" : "") +
-         (more & HWCAP2_SVE2 ? " SVE2" : "") +
-         (found & HWCAP_SVE ? " SVE" + std::to_string(bits) : "");
+  return std::string(first & HWCAP_ASIMD ? " ASIMD" : "") + (first & HWCAP_ATOMICS ? " LSE" : "") +
+         (first & HWCAP_ASIMDHP ? " FP16" : "") + (first & HWCAP_ASIMDDP ? " DOTPROD" : "") +
+         (second & HWCAP2_BF16 ? " BF16" : "") + (second & HWCAP2_I8MM ? " I8MM" : "") +
+         (second & HWCAP2_SVE2 ? " SVE2" : "") +
+         (first & HWCAP_SVE ? " SVE" + std::to_string(bits) : "");
 #else
   return "";
 #endif

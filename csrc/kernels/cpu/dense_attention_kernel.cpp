@@ -129,9 +129,9 @@ at::Tensor attend_token(const AttentionArguments& x, int64_t count, const at::Te
 
 // Attends causally, with a window of at least 1 key for each row. lse [B, Hq, T], float32, is
 // written if it is defined.
-at::Tensor attend_in_window(const AttentionArguments& given, int64_t window,
+at::Tensor attend_in_window(const AttentionArguments& arguments, int64_t window,
                             const at::Tensor& lse) {
-  const AttentionArguments x = given.with_rows(&with_contiguous_rows);
+  const AttentionArguments x = arguments.with_rows(&with_contiguous_rows);
   const int64_t length = x.length();
   if (length == 1) {
     return attend_token(x, std::min(window, x.total()), lse).to(x.query.scalar_type());

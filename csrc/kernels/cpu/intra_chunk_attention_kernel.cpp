@@ -9,11 +9,11 @@
 namespace h2o_prefill {
 namespace {
 
-AttentionResult intra_chunk_attention_cpu(const AttentionArguments& given, int64_t chunk_size) {
-  if (given.query.scalar_type() == at::kDouble) {
-    return composite::intra_chunk_attention(given, chunk_size);
+AttentionResult intra_chunk_attention_cpu(const AttentionArguments& arguments, int64_t chunk_size) {
+  if (arguments.query.scalar_type() == at::kDouble) {
+    return composite::intra_chunk_attention(arguments, chunk_size);
   }
-  const AttentionArguments x = given.with_rows(&with_contiguous_rows);
+  const AttentionArguments x = arguments.with_rows(&with_contiguous_rows);
   const int64_t length = x.length();
   auto out = x.empty_out();
   auto lse = x.empty_lse();

@@ -220,7 +220,7 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
   const int64_t rows_of_block = s.recall_block();
   Recalled recalled;
   Listed listed(length);
-  std::vector<std::pair<int32_t, int32_t>> found;  // first positions, and the ends
+  std::vector<std::pair<int32_t, int32_t>> spans;  // first positions, and the ends
   for (int64_t p = begin; p < length; ++p) {
     const int64_t row = p - begin;
     const int64_t block = row / rows_of_block;
@@ -231,12 +231,12 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
       if (characters) characters->publish(chunk_begin);
     }
     ++counts[words[p]];
-    found.clear();
+    spans.clear();
     const auto find = [&](int64_t first, int64_t span) {
       const int64_t end = std::min(first + span, chunk_begin);
-      if (first < end) found.emplace_back(first, end);
+      if (first < end) spans.emplace_back(first, end);
     };
-    for (int64_t n = kRecallSuffix; n >= 1 && found.empty(); --n) {
+    for (int64_t n = kRecallSuffix; n >= 1 && spans.empty(); --n) {
       if (n == 1 && counts[words[p]] > kRecallMaxCount) break;
       suffixes[n - 1].for_latest(p, s.recall, [&](int64_t end) { find(end, kRecallSpan); });
     }
@@ -244,9 +244,9 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
       characters->for_latest(p, 1, [&](int64_t next) { find(next, kCharacterSpan); });
     }
     // Sorted by first position, so that new positions come in order. Matches come last first.
-    std::reverse(found.begin(), found.end());
-    if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());
-    for (const auto& [first, end] : found) {
+    std::reverse(spans.begin(), spans.end());
+    if (!std::is_sorted(spans.begin(), spans.end())) std::sort(spans.begin(), spans.end());
+    for (const auto& [first, end] : spans) {
       listed.add(static_cast<int32_t>(block), first, end, [&](int32_t position) {
         recalled.positions.push_back(position);
         recalled.visible_from.push_back(static_cast<int32_t>(p));

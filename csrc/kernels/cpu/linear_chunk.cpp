@@ -241,13 +241,13 @@ void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& stream
   }
 }
 
-// sum = kept * sum + keys^T values for one panel of values. With kept 0, `sum` is not read. keys:
+// sum = decay * sum + keys^T values for one panel of values. With decay 0, `sum` is not read. keys:
 // rows of their first panel.
 template <int kRows>
 __attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const float* values,
-                                           int64_t rows, float kept, float* sum) {
+                                           int64_t rows, float decay, float* sum) {
   Vec acc[kRows][kTileVectors];
-  load_decayed(sum, kept, acc);
+  load_decayed(sum, decay, acc);
   for (int64_t j = 0; j < rows; j += kPanel) {
     const int64_t depth = rows - j < kPanel ? rows - j : kPanel;
     add_products<Products>(keys + j * dim, kPanel, values + j * kPanel, depth, acc);
@@ -278,18 +278,18 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams&
   const float total =
       args.log_decay ? fill_to_end(args.log_decay, args.decay_stride, args.rows, scratch.to_end)
                      : 0.0F;
-  const float kept = args.sum_is_zero ? 0.0F : args.log_decay ? exp_nonpositive(total) : 1.0F;
+  const float decay = args.sum_is_zero ? 0.0F : args.log_decay ? exp_nonpositive(total) : 1.0F;
   const float* const keys = keys_at_end(args, scratch);
   for (int64_t d = 0; d < width; d += kPanel) {
     for_each_tile(dim, [&]<int kRows>(Rows<kRows>, int64_t row) {
-      update_tile<kRows>(keys + row * kPanel, dim, scratch.values + d * padded, args.rows, kept,
+      update_tile<kRows>(keys + row * kPanel, dim, scratch.values + d * padded, args.rows, decay,
                          args.sum + d * dim + row * kPanel);
     });
     streams.advance();
   }
   float* const key_sums = args.sum + matrix_floats(dim, args.value_dim);
   for (int64_t d = 0; d < dim; ++d) {
-    float sum = args.sum_is_zero ? 0.0F : kept * key_sums[d];
+    float sum = args.sum_is_zero ? 0.0F : decay * key_sums[d];
     if (args.normalize) {
       Vec added = Vec{};
       for (int64_t i = d * kPanel; i < padded * dim; i += kPanel * dim) {

@@ -66,9 +66,9 @@ H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, float* x) {
 // out = exp(log_decay) * start + sum, in whole vectors; out may be sum.
 H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats, const float* sum,
                             float* out) {
-  const Vec kept = broadcast(exp_nonpositive(log_decay));
+  const Vec decay = broadcast(exp_nonpositive(log_decay));
   for (int64_t i = 0; i < floats; i += kLanes) {
-    store(out + i, load(start + i) * kept + load(sum + i));
+    store(out + i, load(start + i) * decay + load(sum + i));
   }
 }
 

@@ -21,15 +21,15 @@ H2O_INLINE void for_each_tile(int64_t rows, const Function& f) {
   if (rest & 1) f(Rows<1>{}, row);
 }
 
-// The decayed sum of one panel; with kept 0 the sum is not read.
+// The decayed sum of one panel; with decay 0 the sum is not read.
 template <int kRows>
-H2O_INLINE void load_decayed(const float* sum, float kept, Vec (&tile)[kRows][kTileVectors]) {
-  const Vec factor = broadcast(kept);
+H2O_INLINE void load_decayed(const float* sum, float decay, Vec (&tile)[kRows][kTileVectors]) {
+  const Vec factor = broadcast(decay);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < kTileVectors; ++v)
-      tile[i][v] = kept == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
+      tile[i][v] = decay == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
   }
 }
 

@@ -59,13 +59,13 @@ struct Columns {
   int64_t dim;
 };
 
-// to = kept * from + key value; without kUpdate `to` holds that already. sums = queries * to.
+// to = decay * from + key value; without kUpdate `to` holds that already. sums = queries * to.
 template <int kVectors, int kHeads, bool kUpdate>
-__attribute__((noinline)) void sweep(const Columns& x, float kept, const float* key,
+__attribute__((noinline)) void sweep(const Columns& x, float decay, const float* key,
                                      const float* value, const float* queries, int64_t query_stride,
                                      float* sums, int64_t sum_stride) {
   Vec acc[kHeads][kVectors], values[kVectors];
-  const Vec factor = broadcast(kept);
+  const Vec factor = broadcast(decay);
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     values[v] = load(value + v * kLanes);
@@ -102,10 +102,10 @@ __attribute__((noinline)) void sweep(const Columns& x, float kept, const float* 
 
 // Processes all query heads of a token. `value` and `sums` begin at the first of the columns.
 template <int kVectors>
-void attend_token(const Columns& x, const Scratch& scratch, float kept, const float* key,
+void attend_token(const Columns& x, const Scratch& scratch, float decay, const float* key,
                   const float* value, const float* queries, float* sums, int64_t heads) {
   const auto run = [&](auto* with, int64_t head) {
-    with(x, kept, key, value, queries + head * scratch.dim, scratch.dim,
+    with(x, decay, key, value, queries + head * scratch.dim, scratch.dim,
          sums + head * scratch.width, scratch.width);
   };
   const int64_t first = heads & 3 ? heads & 3 : 4;
@@ -147,7 +147,7 @@ void linear_tokens(const LinearChunkArgs& args, const LinearStates& states) {
                     scratch.queries + (row * args.heads + head) * scratch.dim);
     }
   }
-  const auto kept_by = [&](int64_t row) {
+  const auto decay_at = [&](int64_t row) {
     return args.log_decay ? exp_nonpositive(args.log_decay[row * args.decay_stride]) : 1.0F;
   };
   if (!states.state) {
@@ -165,21 +165,21 @@ void linear_tokens(const LinearChunkArgs& args, const LinearStates& states) {
                       .stride = args.value_dim,
                       .last = columns - (vectors - 1) * kLanes,
                       .dim = args.key_dim};
-      (vectors == 4   ? attend_token<4>
-       : vectors == 2 ? attend_token<2>
-                      : attend_token<1>)(x, scratch, kept_by(row), scratch.keys + row * scratch.dim,
-                                         scratch.values + row * scratch.width + column,
-                                         scratch.queries + row * args.heads * scratch.dim,
-                                         scratch.sums + row * args.heads * scratch.width + column,
-                                         args.heads);
+      (vectors == 4 ? attend_token<4>
+       : vectors == 2
+           ? attend_token<2>
+           : attend_token<1>)(x, scratch, decay_at(row), scratch.keys + row * scratch.dim,
+                              scratch.values + row * scratch.width + column,
+                              scratch.queries + row * args.heads * scratch.dim,
+                              scratch.sums + row * args.heads * scratch.width + column, args.heads);
     }
     column += columns;
   }
   for (int64_t row = 0; row < args.rows; ++row) {
     const float* const before = row > 0 ? states.last_normalizer : states.normalizer;
-    const float kept = kept_by(row);
+    const float decay = decay_at(row);
     for (int64_t d = 0; args.normalize && d < args.key_dim; ++d) {
-      const float earlier = before ? kept * before[d] : 0.0F;
+      const float earlier = before ? decay * before[d] : 0.0F;
       states.last_normalizer[d] = earlier + scratch.keys[row * scratch.dim + d];
     }
     write_token(args, scratch, row, states.last_normalizer);

@@ -11,13 +11,13 @@
 namespace h2o_prefill {
 namespace {
 
-AttentionResult memory_attention_cpu(const AttentionArguments& given,
-                                     const at::Tensor& given_indices) {
-  if (given.query.scalar_type() == at::kDouble) {
-    return composite::memory_attention(given, given_indices);
+AttentionResult memory_attention_cpu(const AttentionArguments& arguments,
+                                     const at::Tensor& indices_argument) {
+  if (arguments.query.scalar_type() == at::kDouble) {
+    return composite::memory_attention(arguments, indices_argument);
   }
-  const AttentionArguments x = given.with_rows(&with_contiguous_rows);
-  const auto indices = given_indices.contiguous();
+  const AttentionArguments x = arguments.with_rows(&with_contiguous_rows);
+  const auto indices = indices_argument.contiguous();
   const int64_t length = x.length();
   const int64_t width = indices.size(2);
   const int64_t units = x.key.size(0) * x.key.size(1);

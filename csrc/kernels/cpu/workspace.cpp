@@ -18,15 +18,15 @@ bool is_poisoned() {
 
 }  // namespace
 
-Workspace::Block& Workspace::kept_by_thread() {
-  thread_local Block kept;
-  return kept;
+Workspace::Block& Workspace::spare_of_thread() {
+  thread_local Block spare;
+  return spare;
 }
 
 void Workspace::allocate() {
-  Block& kept = kept_by_thread();
-  if (kept.data && kept.bytes >= bytes_) {
-    block_ = std::exchange(kept, {});
+  Block& spare = spare_of_thread();
+  if (spare.data && spare.bytes >= bytes_) {
+    block_ = std::exchange(spare, {});
   } else {
     block_ = {c10::GetCPUAllocator()->allocate(std::max<int64_t>(bytes_, 1)), bytes_};
   }
@@ -38,9 +38,9 @@ void Workspace::allocate() {
 }
 
 Workspace::~Workspace() {
-  Block& kept = kept_by_thread();
-  if (block_.data && block_.bytes <= kKeptBytes && block_.bytes > kept.bytes) {
-    kept = std::move(block_);
+  Block& spare = spare_of_thread();
+  if (block_.data && block_.bytes <= kKeptBytes && block_.bytes > spare.bytes) {
+    spare = std::move(block_);
   }
 }
 

@@ -63,7 +63,7 @@ class Workspace {
     int64_t bytes = 0;
   };
 
-  static Block& kept_by_thread();
+  static Block& spare_of_thread();
 
   int64_t bytes_ = 0;  // of all parts
   Block block_;

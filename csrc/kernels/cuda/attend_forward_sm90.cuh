@@ -99,13 +99,13 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
     const tile::HeadRows value_rows =
         tile::head_rows(p.value, rows.batch, rows.kv_head, rows.key_begin);
 
-    const int own = sm90::row_of_lane(thread);
-    typename Keys::Lookup lookup = keys.prepare(0, own);
+    const int lane_row = sm90::row_of_lane(thread);
+    typename Keys::Lookup lookup = keys.prepare(0, lane_row);
     shared.query_ring.wait_for_space(row_tiles);
     const attend::TileUnits query(p.query, rows);
-    sm90::copy_rows<S::kRows, S::kSlabs>(shared.query, query.rows_of(p.query),
-                                         query.row_of(grid.place<kKind>(rows, own), rows.count),
-                                         thread);
+    sm90::copy_rows<S::kRows, S::kSlabs>(
+        shared.query, query.rows_of(p.query),
+        query.row_of(grid.place<kKind>(rows, lane_row), rows.count), thread);
     if (thread == 0) {
       shared.memory_tiles = memory_tiles;
       shared.tiles = keys.tiles;
@@ -115,8 +115,8 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
     int row = -1;  // that the lane has looked up, of tile j and of the one before
     int row_before = -1;
     const auto resolve = [&](int j) {
-      row = keys.resolve(j, own, lookup);
-      lookup = keys.prepare(j + 1, own);
+      row = keys.resolve(j, lane_row, lookup);
+      lookup = keys.prepare(j + 1, lane_row);
     };
     if (keys.tiles > 0) resolve(0);
 #pragma unroll 1

@@ -96,14 +96,14 @@ __device__ __forceinline__ KeyTile find_tile(const Grid& grid, int n, int lane) 
     const int i = first + lane;
     const bool filled = i < static_cast<int>(grid.units) * tiles &&
                         has_members(grid.params, i / tiles, i % tiles * kKeys);
-    const uint32_t found = __ballot_sync(0xFFFFFFFFU, filled);
-    const int before = __popc(found & ((1U << lane) - 1));
-    const uint32_t own = __ballot_sync(0xFFFFFFFFU, filled && before == n);
-    if (own) {
-      const int tile = first + __popc(own - 1);  // one lane's bit
+    const uint32_t filled_lanes = __ballot_sync(0xFFFFFFFFU, filled);
+    const int before = __popc(filled_lanes & ((1U << lane) - 1));
+    const uint32_t lane_bit = __ballot_sync(0xFFFFFFFFU, filled && before == n);
+    if (lane_bit) {
+      const int tile = first + __popc(lane_bit - 1);  // one lane's bit
       return {tile / tiles, tile % tiles, false};
     }
-    n -= __popc(found);
+    n -= __popc(filled_lanes);
   }
 }
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, co
                                         const Share& share, int thread) {
   using S = Shape<kDim>;
   const ColumnSumsParams& p = grid.params;
-  const int own = sm90::row_of_lane(thread);
+  const int lane_row = sm90::row_of_lane(thread);
   KeyTile keys{};
   if (kGathered && share.begin < share.end) {
     keys = find_tile(grid, share.begin / share.of_tile, thread % 32);
@@ -151,10 +151,10 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, co
     int rows[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const int key = part.first_key + half * kHalfKeys + own;
+      const int key = part.first_key + half * kHalfKeys + lane_row;
       rows[half] = key >= columns ? -1
                    : kGathered    ? column_sums::row_of_member(p, set, key)
-                                  : half * kHalfKeys + own;
+                                  : half * kHalfKeys + lane_row;
     }
     shared.key_ring.wait_for_space(key_number);
     if (kGathered && thread == 0) shared.key_tiles[stage] = keys;
@@ -185,7 +185,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared, co
         shared.query_ring.wait_for_space(number);
         sm90::copy_rows<kRows, S::kSlabs>(
             shared.query[to], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
-            now.row + own < part.end_row ? now.row + own : -1, thread);
+            now.row + lane_row < part.end_row ? now.row + lane_row : -1, thread);
         shared.offsets[to][thread] = column_sums::offset_of(lse);
         shared.query_ring.arrive_full(number, thread);
         now.advance(part);

@@ -18,13 +18,13 @@ bool pytorch_has_kernel(const AttentionArguments& x) {
 
 }  // namespace
 
-at::Tensor dense_attention_cuda(const AttentionArguments& given) {
-  if (!has_attention_kernel(given) || given.is_empty() ||
-      (given.is_plain() && pytorch_has_kernel(given))) {
-    return composite::dense_attention(given);
+at::Tensor dense_attention_cuda(const AttentionArguments& arguments) {
+  if (!has_attention_kernel(arguments) || arguments.is_empty() ||
+      (arguments.is_plain() && pytorch_has_kernel(arguments))) {
+    return composite::dense_attention(arguments);
   }
-  const c10::cuda::CUDAGuard guard(given.query.device());
-  const AttentionArguments x = given.with_rows(&with_aligned_rows);
+  const c10::cuda::CUDAGuard guard(arguments.query.device());
+  const AttentionArguments x = arguments.with_rows(&with_aligned_rows);
   // Few rows fill the GPU by parts of their keys.
   if (const int64_t parts = parts_of_keys(x, /*least_keys=*/512); parts > 1) {
     const int64_t room = round_up(x.length(), kLimitRows);
@@ -38,13 +38,13 @@ at::Tensor dense_attention_cuda(const AttentionArguments& given) {
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(const AttentionArguments& given,
-                                                                 int64_t window) {
-  if (!has_attention_kernel(given) || given.is_empty()) {
-    return composite::sliding_window_attention(given, window);
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(
+    const AttentionArguments& arguments, int64_t window) {
+  if (!has_attention_kernel(arguments) || arguments.is_empty()) {
+    return composite::sliding_window_attention(arguments, window);
   }
-  const c10::cuda::CUDAGuard guard(given.query.device());
-  const AttentionArguments x = given.with_rows(&with_aligned_rows);
+  const c10::cuda::CUDAGuard guard(arguments.query.device());
+  const AttentionArguments x = arguments.with_rows(&with_aligned_rows);
   auto out = x.empty_out();
   auto lse = x.empty_lse();
   const auto call = attention_call(x, out, lse);

@@ -7,10 +7,12 @@
 namespace h2o_prefill {
 namespace {
 
-AttentionResult intra_chunk_attention_cuda(const AttentionArguments& given, int64_t chunk_size) {
-  if (!has_attention_kernel(given)) return composite::intra_chunk_attention(given, chunk_size);
-  const c10::cuda::CUDAGuard guard(given.query.device());
-  const AttentionArguments x = given.with_rows(&with_aligned_rows);
+AttentionResult intra_chunk_attention_cuda(const AttentionArguments& arguments,
+                                           int64_t chunk_size) {
+  if (!has_attention_kernel(arguments))
+    return composite::intra_chunk_attention(arguments, chunk_size);
+  const c10::cuda::CUDAGuard guard(arguments.query.device());
+  const AttentionArguments x = arguments.with_rows(&with_aligned_rows);
   const int64_t length = x.length();
   auto out = x.empty_out();
   auto lse = x.empty_lse();

@@ -27,9 +27,6 @@ H2O_LAYOUT int swizzle(int row, int unit, int row_units) {
   return row * row_units + (unit ^ (row_units % 8 == 0 ? row % 8 : row / 2 % 4));
 }
 
-// The column of element i of 8 of the a fragment.
-H2O_LAYOUT int a_column(int lane, int i) { return 2 * (lane % 4) + i % 2 + 8 * (i / 4); }
-
 // Element i of 4 of the accumulator c. Two accumulators side by side, rounded and packed in pairs,
 // are an a fragment: {c[0..1], c[2..3]} of the left one, then of the right one.
 H2O_LAYOUT int accumulator_row(int lane, int i) { return lane / 4 + 8 * (i / 2); }

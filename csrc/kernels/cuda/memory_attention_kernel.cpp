@@ -7,12 +7,13 @@
 namespace h2o_prefill {
 namespace {
 
-AttentionResult memory_attention_cuda(const AttentionArguments& given,
-                                      const at::Tensor& given_indices) {
-  if (!has_attention_kernel(given)) return composite::memory_attention(given, given_indices);
-  const c10::cuda::CUDAGuard guard(given.query.device());
-  const AttentionArguments x = given.with_rows(&with_aligned_rows);
-  const auto indices = given_indices.contiguous();
+AttentionResult memory_attention_cuda(const AttentionArguments& arguments,
+                                      const at::Tensor& indices_argument) {
+  if (!has_attention_kernel(arguments))
+    return composite::memory_attention(arguments, indices_argument);
+  const c10::cuda::CUDAGuard guard(arguments.query.device());
+  const AttentionArguments x = arguments.with_rows(&with_aligned_rows);
+  const auto indices = indices_argument.contiguous();
   const int64_t width = indices.size(2);
   auto out = x.empty_out();
   auto lse = x.empty_lse();

@@ -120,13 +120,13 @@ constexpr int kFirstFreeBarrier = 1 + kConsumers;
 // of kUnroll steps are on their way together.
 template <int kUnroll, typename Holds>
 __device__ __forceinline__ int count_if(int count, int lane, const Holds& holds) {
-  int found = 0;
+  int total = 0;
 #pragma unroll kUnroll
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane;
-    found += __popc(__ballot_sync(0xFFFFFFFFU, i < count && holds(i)));
+    total += __popc(__ballot_sync(0xFFFFFFFFU, i < count && holds(i)));
   }
-  return found;
+  return total;
 }
 
 // The row of a tile that a lane looks up. The lanes of a warp look up those that the warp copies: 4
