@@ -6,7 +6,7 @@ from hf_helpers import GREEDY, RECALL, SPARSE, assert_close, assert_same_states,
 from hf_helpers import sparse_rows as rows_of
 from transformers import BatchEncoding, DynamicCache
 
-from h2o_prefill import chunked_prefill, enable, explain
+from h2o_prefill import PrefixCache, chunked_prefill, enable, explain
 from h2o_prefill.generation.runs import check_length
 
 
@@ -157,6 +157,20 @@ def test_a_prompt_of_unknown_length_is_dense_until_it_is_long_enough(llama, ids,
     assert sparse_after(llama, pieces[1], cache=cache) == 32
     assert sparse_after(llama, pieces[2], cache=cache) == 32  # and stays sparse
     assert sparse_after(llama, ids[:, :10], ids[:, 10:15], cache=new_cache(llama)) == 0
+
+
+def test_prefixes_of_short_and_long_prompts_are_kept_apart(llama, ids, shortest):
+    def logits(cache, prompt):
+        return llama(prompt[:, cache.get_seq_length() :], past_key_values=cache).logits
+
+    for first, second in ((72, shortest - 1), (shortest - 1, 72)):
+        store, prompt = PrefixCache(1 << 30), ids[:, :second]
+        store.prefill(llama, ids[:, :first])
+        cache, _ = store.prefill(llama, prompt)
+        alone, _ = PrefixCache(1 << 30).prefill(llama, prompt)
+        assert torch.equal(logits(cache, prompt), logits(alone, prompt))
+        again, reused = store.prefill(llama, prompt)
+        assert reused == again.get_seq_length() > 0
 
 
 @pytest.mark.parametrize(("least", "rows"), [(None, 32), (30, 0)])

@@ -119,16 +119,3 @@ def test_budgets_grow_where_errors_are_large():
     assert errors[0, :, 0].tolist() == [0, 2]
     assert errors[0, :, 2:].tolist() == [[5, 5], [5, 1 + 2 + 3 * 4]]
     assert (memory[0] >= 0).sum(-1).tolist() == [3 + L + H, 3 + 4 * (L + H)]
-
-
-def test_a_head_has_the_budgets_of_its_widening():
-    q, k, v = random_qkv(6 * S)
-    errors = torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0]]] * 2)
-    wide = text(error_rows=4, error_threshold=1e9, max_widen=4)
-    out, *_ = ops.chunked_sparse_attention(q, k, v, None, None, *NO_RECALL, 0, wide, errors=errors)
-    for head, factor in enumerate((2, 1)):
-        rows, sizes = slice(2 * head, 2 * head + 2), {"local_window": L, "heavy_budget": H}
-        alone = q[:, rows], k[:, head : head + 1], v[:, head : head + 1]
-        narrow = text(**{name: factor * size for name, size in sizes.items()})
-        one = ops.chunked_sparse_attention(*alone, None, None, *NO_RECALL, 0, narrow)
-        assert_equal(out[:, rows], one[0])
