@@ -245,8 +245,8 @@ void register_attention(torch::Library& m) {
               const at::Tensor& value, const Cache& cache, const Tracker& tracker,
               std::optional<double> scale, const std::optional<Lists>& recall,
               std::optional<int64_t> window) {
-             return self->forward(layer, query, key, value, cache, tracker, scale,
-                                  unpacked(recall), window);
+             return self->forward(layer, query, key, value, cache, tracker, scale, unpacked(recall),
+                                  window);
            },
            "Append key and value to the cache and attend with the call's queries [B, Hq, T, D], "
            "sparsely or densely as the settings say, or exactly in a window that the history does "

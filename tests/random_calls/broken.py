@@ -95,6 +95,8 @@ def _kinds(operator: str, a: Arguments) -> Changes:
     """Break what any tensor must be: there, strided, and written at no place twice."""
     schema = getattr(torch.ops.h2o_prefill, operator).default._schema.arguments
     changes: Changes = {}
+    # A decoded token trusts the buffers of its prompt.
+    decodes = operator == "prefill_attention_" and a["q"].shape[2] < 2 and a["position"].values[0]
     for x in schema:
         tensor = a.get(x.name)
         if not isinstance(tensor, (Floats, Ints)) or x.name in PYTORCHS:
@@ -102,7 +104,7 @@ def _kinds(operator: str, a: Arguments) -> Changes:
         if isinstance(x.type, torch.TensorType):
             changes[f"{x.name} is none"] = {x.name: None}
         changes[f"{x.name} is sparse"] = {x.name: Ints(1, tensor.shape, tensor.dtype, "sparse")}
-        is_written = x.is_write and not ("cache" in x.name and a["k"] is None)
+        is_written = x.is_write and not decodes and not ("cache" in x.name and a["k"] is None)
         if is_written and max(tensor.shape, default=0) > 1 and 0 not in tensor.shape:
             changes[f"{x.name} is expanded"] = {x.name: replace(tensor, layout="expanded")}
     return changes
@@ -194,6 +196,11 @@ def _buffers(a: Arguments) -> Changes:
         changes |= _errors(a)
     if a["k"]:
         changes["k alone"] = {"v": None}
+    if checkpoint := a["checkpoint_memory"]:
+        changes["checkpoints in part"] = {"checkpoint_errors": None}
+        changes["checkpoints lie apart"] = {
+            "checkpoint_memory": replace(checkpoint, layout="sliced")
+        }
     if room:
         changes["there is no room"] = {x: resized(a[x], 2, room - 1) for x in caches}
     return changes

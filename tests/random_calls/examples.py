@@ -93,35 +93,23 @@ def named_call(operator: str, name: str, example: dict[str, Any]) -> Call:
 
 def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
     for tokens, past in product(LENGTHS, (0, 45)):
-        yield (
-            tuple(TENSORS),
-            "lengths",
-            f"{tokens} tokens after {past}",
-            {"sizes": {"T": tokens, "P": past}},
-        )
+        sizes = {"T": tokens, "P": past}
+        yield tuple(TENSORS), "lengths", f"{tokens} tokens after {past}", {"sizes": sizes}
     yield (*ATTENTION, *LINEAR[:1]), "lengths", "no batch", {"sizes": {"B": 0, "T": 5}}
     for dtype, ((heads, kv_heads), layout) in product(DTYPES, HEADS):
         sizes = {"B": 2, "H": heads, "G": kv_heads, "D": 32, "E": 48}
         name = f"{heads} heads of {kv_heads}, {layout}, {dtype}"
         operators = (*ATTENTION, *LINEAR[: 2 if layout == "transposed" else 1])
-        yield (
-            operators,
-            "heads and layouts",
-            name,
-            {"sizes": sizes, "dtype": dtype, "layout": layout},
-        )
+        example = {"sizes": sizes, "dtype": dtype, "layout": layout}
+        yield operators, "heads and layouts", name, example
     for dim, value_dim in DIMS:
         sizes = {"H": 2, "G": 1, "D": dim, "E": value_dim, "T": 70, "P": 20}
         operators = (*ATTENTION, *LINEAR[: 2 if dim % 32 < 8 else 1])
         yield operators, "head dims", f"{dim} and {value_dim}", {"sizes": sizes}
     for dtype, rows in product(DTYPES, (1, 8)):
         sizes = {"D": 192, "E": 128, "T": rows}
-        yield (
-            LOGITS,
-            "latent heads",
-            f"{rows} rows of latent heads, {dtype}",
-            {"sizes": sizes, "dtype": dtype},
-        )
+        example = {"sizes": sizes, "dtype": dtype}
+        yield LOGITS, "latent heads", f"{rows} rows of latent heads, {dtype}", example
     for name, budgets in BUDGETS.items():
         yield ("select_memory",), "budgets", name, {"fixed": budgets}
     pasts = zip(("float32", "float32", *DTYPES[1:]), (0, 45, 0, 45, 45), strict=True)
@@ -133,12 +121,8 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         fixed = {"softcap": softcap, "scale": scale, "sinks": sinks}
         name = f"softcap {softcap}, scale {scale}, sinks {fill}, {dtype}"
         # Without a past: scores of earlier calls would make near ties of equal weights.
-        yield (
-            SPARSE,
-            "sinks and softcap",
-            name,
-            {"fixed": fixed, "dtype": dtype, "sizes": {"T": 100, "P": 0}},
-        )
+        example = {"fixed": fixed, "dtype": dtype, "sizes": {"T": 100, "P": 0}}
+        yield SPARSE, "sinks and softcap", name, example
         for rows, past in ((5, 3000), (77, 60)):
             example = {"fixed": fixed, "dtype": dtype, "sizes": {"T": rows, "P": past}}
             yield LOGITS[2:], "sinks and softcap", f"{name}, {rows} rows after {past}", example
@@ -153,12 +137,8 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         yield ("dense_attention",), "several steps", f"{rows} rows after {past}, {dtype}", example
     for rows, past, window in WINDOWS:
         example = {"sizes": few | {"T": rows, "P": past}, "fixed": {"window": window}}
-        yield (
-            ("sliding_window_attention",),
-            "several steps",
-            f"{rows} rows after {past} of {window}",
-            example,
-        )
+        name = f"{rows} rows after {past} of {window}"
+        yield ("sliding_window_attention",), "several steps", name, example
     for dtype in ("float32", "bfloat16"):
         long = {"dtype": dtype, "sizes": few | {"T": STEP + 276, "P": 0}}
         chunks = {"chunk_size": 608, "local_window": 300, "heavy_budget": 300, "recall": 3}

@@ -50,7 +50,8 @@ TENSORS = {
         "merge_states": "out_a:xBHTE lse_a:aBHT out_b:xBHTE lse_b:aBHT",
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
-            "position:l2 sinks:fH errors:sBG4"
+            "position:l2 sinks:fH errors:sBG4 checkpoint_memory:iNBGM checkpoint_scores:aNBGM "
+            "checkpoint_errors:sNBG4"
         ),
         "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",

@@ -182,19 +182,3 @@ def test_wrong_calls_change_nothing():
         with pytest.raises(ValueError, match=error):
             call()
         assert_same(state, before)
-
-
-class Scripted(torch.nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: str):
-        state = torch.classes.h2o_prefill.LayerState(False, 64, 1024)
-        state.append(k, v)
-        out = state.attend(q, 0, settings, None, None, 0.0, None, None, None, None, None)
-        return out, state.length
-
-
-def test_torchscript_has_the_class():
-    qkv = random_qkv()
-    module = saved_and_loaded(torch.jit.script(Scripted()), torch.jit)
-    out, length = module(*qkv, SETTINGS)
-    assert length == TOKENS
-    assert torch.equal(out, attend(LayerState(), qkv, 0, TOKENS, layer=0))

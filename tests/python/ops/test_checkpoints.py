@@ -5,7 +5,7 @@ import torch
 from op_testing import Shape, make_qkv
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.state import LayerState, no_errors, score_dtype
+from h2o_prefill.state import LayerState
 
 CHUNK = 32
 SETTINGS = {
@@ -60,34 +60,3 @@ def test_a_prompt_goes_on_from_any_checkpoint(name, dtype, length):
         assert torch.equal(prompt.attend(branch, position, length), out[:, :, position:])
         assert torch.equal(branch.memory, whole.memory)
         assert torch.equal(branch.errors, whole.errors)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: x[:2], "must be given together"),
-        (lambda x: (x[0][1:], *x[1:]), "checkpoint_memory must be contiguous"),
-        (lambda x: (x[0].long(), *x[1:]), "checkpoint_memory must be"),
-        (lambda x: (x[0], x[1].double(), x[2]), "checkpoint_scores must be"),
-        (lambda x: (*x[:2], x[2][..., :3]), "checkpoint_errors must be"),
-    ],
-)
-def test_wrong_tensors_are_refused(change, message):
-    prompt = Prompt(make_config("plain"), 3 * CHUNK, torch.float32)
-    size = prompt.config.memory_size
-    q, k, v = prompt.qkv
-    scores, errors = torch.zeros(k.shape[:3], dtype=score_dtype(k)), no_errors(k)
-    memory = torch.full((*k.shape[:2], size), -1, dtype=torch.int32)
-    checkpoints = change(
-        (
-            memory.expand(3, *memory.shape).contiguous(),
-            torch.zeros(3, *memory.shape),
-            torch.zeros(3, *errors.shape),
-        )
-    )
-    buffers = torch.zeros_like(k), torch.zeros_like(v), scores, memory, errors
-    names = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
-    given = dict(zip(names, checkpoints, strict=False))
-    with pytest.raises(ValueError, match=message):
-        ops.prefill_attention_(q, k, v, *buffers, torch.tensor([0, 0]), 0, prompt.config, **given)
-    assert not any(x.any() for x in buffers[:3])

@@ -79,8 +79,10 @@ def test_random_calls(device, name):
 
 @pytest.mark.parametrize("operator", TENSORS)
 def test_whatever_breaks_a_call_is_refused(device, operator):
-    for name in (f"{S + 1} tokens after 45", f"{S} tokens after 0"):
-        valid = example(operator, "lengths", name)
+    names = [("lengths", f"{S + 1} tokens after 45"), ("lengths", f"{S} tokens after 0")]
+    names += [("in place", "every tensor")] if operator == "prefill_attention_" else []
+    for name in names:
+        valid = example(operator, *name)
         for what, changes in breakages(operator, valid.arguments).items():
             arguments = valid.arguments | changes
             check(Call(operator, arguments, "broken", what, tuple(changes)), device)

@@ -1,4 +1,4 @@
-"""One graph that prefills and decodes in place: torch.compile, torch.export, static caches."""
+"""One compiled graph that prefills and decodes in place."""
 
 import pytest
 import torch
@@ -128,15 +128,3 @@ def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, pro
             peak = peak_bytes(lambda: call(0, 100))
     assert position.tolist() == [100, 64]
     assert peak < min(buffer.nbytes for buffer in buffers[:3])
-
-
-def test_exports_for_any_number_of_tokens(decoder, prompt):
-    dynamic, entries = torch.export.Dim.DYNAMIC, torch.export.Dim("entries")
-    tokens = torch.export.Dim("tokens", max=CAPACITY)
-    example = (prompt[:, :100], new_buffers(CAPACITY), torch.zeros(2, dtype=torch.int64))
-    recall = ops.lexical_recall(example[0], 0, CONFIG)
-    buffers = [{2: dynamic}, {2: dynamic}, {2: dynamic}, {}, {}] * LAYERS
-    shapes = ({1: tokens}, buffers, {}, ({0: dynamic}, {0: entries}, {0: entries}))
-    with torch.no_grad():
-        program = torch.export.export(decoder, (*example, recall), dynamic_shapes=shapes)
-        assert_same_answers(program.module(), decoder, prompt)
