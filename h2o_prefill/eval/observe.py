@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.runs import eval_mode
 from h2o_prefill.hf import enable
+from h2o_prefill.hf.attention import attend_densely
 from h2o_prefill.hf.cache import last_logits_only
-from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.dense import attend_densely
+from h2o_prefill.hf.call import Attended, Call, dense_reason
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
-from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.vocabulary import check_ids
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -65,8 +65,8 @@ def observe_attention(
             _observer.reset(token)
 
 
-@as_attention_function
-def _observed_attention(call: Call) -> Attended:
+def _observed_attention(*args: Any, **kwargs: Any) -> Attended:
+    call = Call(*args, **kwargs)
     observe = _observer.get()
     attended = attend_densely(call)
     if call.context is not None and observe is not None:

@@ -19,10 +19,12 @@ from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
-# What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
-# graph. `layer`: the cache layer that was updated last, to which the next attention belongs.
-# Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
-graph = threading.local()
+# What this thread is in. `context`: the running forward of an enabled model; `prompt`: the prompt
+# that a caller of the model, such as `generate`, is working on. Dynamo may read the others. `call`:
+# the forward, None if it cannot be in a graph; `layer`: the cache layer that was updated last, to
+# which the next attention belongs. Dynamo reads attributes of a thread's own alone, so this is no
+# class with defaults.
+running = threading.local()
 
 
 class ChunkedPrefillLayer(DynamicLayer):
@@ -39,11 +41,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.state = LayerState(checkpoints)
         # What `keys` and `values` were set to from the state.
         self._views: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def errors(self) -> Tensor | None:
-        """What `error_rows` measured so far, float32 [B, Hkv, 4]."""
-        return self.state.errors
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
@@ -62,10 +59,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         views = self.synchronized().append(key_states, value_states)
         self.keys, self.values = self._views = views
         return views
-
-    def holds(self, key: Tensor, value: Tensor) -> bool:
-        """Return whether keys and values are those that `update` returned."""
-        return key is self.keys and value is self.values
 
     def synchronized(self) -> Any:
         """Return the state, with the keys and values that the layer has now."""
@@ -140,8 +133,6 @@ class ChunkedPrefillLayer(DynamicLayer):
 class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill."""
 
-    padded = False  # Rows with padding are never prefilled sparsely here.
-
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
@@ -174,25 +165,25 @@ class StaticPrefillLayer(StaticLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():
-            graph.layer = self
+            running.layer = self
         return keys, values
 
     def attend(self, query: Tensor, position: Tensor, options: LayerOptions) -> Tensor:
         """Attend with the first tokens of those that `update` has just written."""
-        assert self.keys is not None and self.values is not None and self.added is not None
+        assert self.keys is not None and self.added is not None
         rows, kind = query.shape[2], self.keys.dtype
-        (key, value), self.added = self.added, None
-        self.attended = True
-        added = key[:, :, :rows].to(kind), value[:, :, :rows].to(kind)
+        key, value = (x[:, :, :rows].to(kind) for x in self.added)
+        self.added, self.attended = None, True
         buffers = self.keys, self.values, self.scores, self.memory, self.errors
-        return attend_in_buffers(query.to(kind), added, buffers, position, options)
+        return attend_in_buffers(query.to(kind), (key, value), buffers, position, options)
 
     def reset(self) -> None:
         super().reset()
         self.added = None
-        for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
-            if (buffer := getattr(self, name)) is not None:
-                buffer.fill_(empty)
+        if self.scores is not None and self.memory is not None and self.errors is not None:
+            self.scores.zero_()
+            self.memory.fill_(-1)
+            self.errors.zero_()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
