@@ -7,11 +7,11 @@ form.
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -72,17 +72,10 @@ class Session(NamedTuple):
 def _tuple_of(path: Path, mmap: bool) -> tuple[Any, ...]:
     path.open("rb").close()
     try:
-        with zipfile.ZipFile(path) as file:  # PyTorch does not look at checksums.
+        with ZipFile(path) as file:  # PyTorch does not look at checksums.
             damaged = None if mmap else file.testzip()
         loaded = None if damaged else torch.load(path, "cpu", weights_only=True, mmap=mmap)
-    except (
-        EOFError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ):
+    except (EOFError, OSError, RuntimeError, ValueError, UnpicklingError, BadZipFile):
         loaded = None
     if not isinstance(loaded, tuple) or len(loaded) < 2:
         raise ValueError("it is no session file, or is damaged")

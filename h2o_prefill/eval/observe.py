@@ -14,12 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.runs import eval_mode
 from h2o_prefill.hf import enable
+from h2o_prefill.hf.attention import attend_densely
 from h2o_prefill.hf.cache import last_logits_only
-from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.dense import attend_densely
+from h2o_prefill.hf.call import Attended, Call, dense_reason
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
-from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.vocabulary import check_ids
 
@@ -83,14 +82,14 @@ def _replaced_attention(
         yield
 
 
-@as_attention_function
-def _skipped_attention(call: Call) -> Attended:
+def _skipped_attention(*args: Any, **kwargs: Any) -> Attended:
+    call = Call(*args, **kwargs)
     batch, heads, tokens, _ = call.query.shape
     return call.value.new_zeros(batch, tokens, heads, call.value.shape[-1]), None
 
 
-@as_attention_function
-def _observed_attention(call: Call) -> Attended:
+def _observed_attention(*args: Any, **kwargs: Any) -> Attended:
+    call = Call(*args, **kwargs)
     observe = _observer.get()
     attended = attend_densely(call)
     if call.context is not None and observe is not None:

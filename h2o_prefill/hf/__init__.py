@@ -8,13 +8,11 @@
 | | report.py | which layers are and were sparse |
 | | export.py | a whole model as one graph |
 | 4 | attention.py, masks.py | the two functions that transformers calls |
-| | rules.py | when a call is sparse, else why it is not |
-| | dense.py | the attention that the model had before |
 | | entry.py | the wrapped `forward` and `generate` of a model |
 | | parallel.py | models that are spread over several processes |
-| 3 | forward.py, call.py | what one forward knows; one call to attend |
+| 3 | forward.py, call.py | what one forward knows; one call to attend, and why it is dense |
 | 2 | cache.py, layer.py | caches that calls of one prompt share, with session files; their layers |
-| 1 | kinds.py | kinds of layers, their windows, what no mask means in them |
+| 1 | kinds.py | kinds of layers, the state of an enabled model, what no mask means in it |
 """
 
 from __future__ import annotations

@@ -55,10 +55,7 @@ def last_logits_only(model: nn.Module) -> dict[str, int]:
 
 
 class KeepsTokenIds(Cache):
-    """The token ids that caches of this library keep with the layers, for lexical recall.
-
-    Every operation that changes the tokens of the cache changes the ids too.
-    """
+    """The token ids that caches of this library hold beside the layers, for lexical recall."""
 
     _token_ids: list[Tensor] | None
     # The settings that built the state, as a text; None for a new cache.
@@ -162,14 +159,13 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     def save(self, path: str | os.PathLike[str], model: Any) -> None:
         """Write everything that the prompt needs to go on into a session file.
 
-        The file is written whole or not at all. It has the keys, values, states and token ids, the
-        settings that built the states, and what tells the model from others. While it is written,
-        keys and values are in memory twice.
+        It has keys, values, states and token ids, the settings that built the states, and what
+        tells the model from others. While it is written, keys and values are in memory twice.
 
         Parameters
         ----------
         path : path
-            The file; one that exists is replaced.
+            The file, written whole or not at all; one that exists is replaced.
         model : PreTrainedModel
             The model that filled the cache, with the weights and active adapters of then.
 
@@ -202,8 +198,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             What `save` wrote. Nothing in it is executed.
         model : PreTrainedModel
             The model that the prompt was prefilled with: its weights and active adapters. If it is
-            enabled, then with the settings and tokenizer of the file; `cache.settings` has the
-            settings.
+            enabled, then with the settings and tokenizer of the file.
 
         Raises
         ------
@@ -215,8 +210,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         """
         session, cache = Session.load(path), cls(config=model.config)
         try:
-            config = PrefillConfig.parse(session.settings)
-            cache._check_fits(session, config, model)
+            config = cache._check_fits(session, model)
             ids = session.token_ids
             length = max(state.length for state in session.layers) if ids is None else ids.shape[1]
             for layer, state in zip(list[Any](cache.layers), session.layers, strict=True):
@@ -227,28 +221,25 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         cache._token_ids = None if ids is None else [ids.to(model.device)]
         return cache
 
-    def _check_fits(self, session: Session, config: PrefillConfig, model: Any) -> None:
-        """Raise ValueError for the session of another model or other settings."""
-        enabled = enabled_of(model.config)
-        if enabled is None:  # then the tokenizer comes from the file
-            words = dict(word.split("=", 1) for word in session.fingerprint.split())
-            self.tokenizer = words.get("tokenizer", "")
-        else:
-            self.tokenizer = enabled.tokenizer
+    def _check_fits(self, session: Session, model: Any) -> PrefillConfig:
+        """Return the settings of a session; ValueError if it is of another model or settings."""
+        enabled, config = enabled_of(model.config), PrefillConfig.parse(session.settings)
+        words = dict(word.split("=", 1) for word in session.fingerprint.split())
+        # Without an enabled model the tokenizer is that of the file.
+        self.tokenizer = words.get("tokenizer", "") if enabled is None else enabled.tokenizer
         if other := differing_word(fingerprint(model, self.tokenizer), session.fingerprint):
             raise ValueError(f"session must be of this model: {other}")
         if enabled is not None:
-            wanted, same = enabled.config, config
-            if wanted.is_auto or config.is_auto:
-                same = config.with_min_prefill(wanted.min_prefill)
-            if same != wanted:
+            wanted = enabled.config
+            auto = wanted.is_auto or config.is_auto
+            if (config.with_min_prefill(wanted.min_prefill) if auto else config) != wanted:
                 raise ValueError(
                     f"session must have the settings {wanted.to_string()}, got {config.to_string()}"
                 )
-        if len(session.layers) != len(self.layers):
-            raise ValueError(
-                f"session must have {len(self.layers)} layers, got {len(session.layers)}"
-            )
+        layers, wanted_layers = len(session.layers), len(self.layers)
+        if layers != wanted_layers:
+            raise ValueError(f"session must have {wanted_layers} layers, got {layers}")
+        return config
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids.
@@ -272,9 +263,8 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         """Return the last length, up to this one, to which `crop` is exact, 0 if there is none.
 
         Cropped to it (`cache.crop(checkpoint - cache.get_seq_length())` from transformers 5.24 on),
-        the cache goes on, to the bit, as one that was never longer. Without `checkpoints`, and
-        where layers are neither full attention nor always dense, the end of the prefill is the only
-        such length.
+        the cache goes on, to the bit, as one that was never longer. Without `checkpoints`, or with
+        layers of other kinds than full attention, it is the end of the prefill alone.
         """
         total = length_of(self) or 0
         exact, before, layers = min(length, total), -1, list[Any](self.layers)
@@ -329,9 +319,8 @@ def _fill(layer: Any, state: Any, length: int, device: torch.device) -> None:
 class StaticPrefillCache(KeepsTokenIds, StaticCache):
     """A `StaticCache` whose full-attention layers keep the state of sparse prefill.
 
-    It relates to `ChunkedPrefillCache` as `StaticCache` to `DynamicCache`: buffers of fixed size,
-    changed in place, for `torch.compile` and `generate(cache_implementation="static")`. An enabled
-    model turns every empty `StaticCache` that it is given into one.
+    For `torch.compile` and `generate(cache_implementation="static")`. An enabled model turns every
+    empty `StaticCache` that it gets into one.
     """
 
     def __init__(self, config: Any, max_cache_len: int, **kwargs: Any) -> None:
@@ -346,13 +335,11 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         self._token_ids = []
         self._position = torch.zeros(2, dtype=torch.int64)
 
-    def begin(self, config: PrefillConfig) -> None:
+    def begin(self, config: PrefillConfig, new: int) -> Tensor:
+        """Make room for a call of `new` tokens; return its position, int64 [2] on the CPU."""
         for layer in self.layers:
             if isinstance(layer, StaticPrefillLayer):
                 layer.prepare(config.memory_size)
-
-    def position_for(self, new: int) -> Tensor:
-        """Return the position of a call of `new` tokens, int64 [2] on the CPU."""
         # A decoding call has no use for it, and asking a device for its length would wait for it.
         if new > 1:
             self._position[0] = int(self.get_seq_length())

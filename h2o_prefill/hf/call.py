@@ -1,27 +1,23 @@
-"""One call of the attention function, and its properties."""
+"""One call of the attention function, and why it is dense."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LogitOptions
-from h2o_prefill.hf.forward import (
+from h2o_prefill.hf.forward import MASK, ForwardContext, call_in_graph
+from h2o_prefill.hf.kinds import (
     DEFAULT_STATE,
-    EnabledState,
-    ForwardContext,
-    StaticCall,
-    call_in_graph,
-    current_context,
+    NO_INDEX,
+    UNSUPPORTED,
+    LayerForm,
+    LeftOutMask,
+    enabled_of,
+    form_of,
 )
-from h2o_prefill.hf.kinds import LayerForm, LeftOutMask, form_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, graph
-
-Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
+from h2o_prefill.hf.layer import StaticPrefillLayer, running
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
@@ -29,109 +25,92 @@ Attended = tuple[Tensor, Tensor | None]
 # The attribute of the masks of compiled graphs that could be left out: (window,).
 LEFT_OUT = "_h2o_prefill_left_out"
 
-GRAPH_BREAK = (
-    "an enabled model is one graph with a StaticCache alone; compile the model, or its forward "
-    "before it is enabled"
+TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
+NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
+TRAINING = (
+    "the model trains (training mode, gradients or dropout); call model.eval() and run under "
+    "torch.no_grad()"
+)
+WEIGHTS = "output_attentions is not supported"
+WINDOWS = "every layer has a sliding window, or chunks, that the prompt does not fit into"
+NO_STATE = (
+    "the cache keeps no state (it has sliding or chunked layers, is of another class, or was not "
+    "filled by this model while it was enabled)"
 )
 
+# Of models that choose keys themselves.
+INDEX_ARGUMENTS = ("indices", "block_indices")
 
-@dataclass(eq=False)
+# Arguments of attention functions that no operator takes, and why calls with them are dense.
+ARGUMENTS = {
+    "cache": NO_STATE,  # a paged one
+    "position_bias": UNSUPPORTED,
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"), MASK),
+    **dict.fromkeys(INDEX_ARGUMENTS, UNSUPPORTED),
+}
+
+
 class Call:
-    """One call of the attention function."""
+    """One call of the attention function, made of the arguments that transformers passes to it."""
 
-    module: nn.Module
-    query: Tensor  # [B, Hq, Tq, D]
-    key: Tensor  # [B, Hkv, Tkv, D]
-    value: Tensor  # [B, Hkv, Tkv, Dv]
-    mask: Any
-    dropout: float
-    scaling: float | None  # the softmax scale; None: D ** -0.5
-    kwargs: dict[str, Any]
-    form: LayerForm
-    # The forward that this call belongs to; None if the model was never enabled, and in a graph.
-    context: ForwardContext | None = None
-    graph: StaticCall | None = None  # in a compiled graph, what was settled before
-    # The layer of one of our caches, if the caller passed one and it holds the keys.
-    cache_layer: Layer = None
-    left_out: LeftOutMask | None = None  # what the mask says, if our mask function knows
-    updated: Layer = None  # in a compiled graph, the layer of the cache that was updated last
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Tensor,  # [B, Hq, Tq, D]
+        key: Tensor,  # [B, Hkv, Tkv, D]
+        value: Tensor,  # [B, Hkv, Tkv, Dv]
         attention_mask: Any,
         dropout: float = 0.0,
-        scaling: float | None = None,
+        scaling: float | None = None,  # the softmax scale; None: D ** -0.5
         **kwargs: Any,
-    ) -> Call:
-        """Return a call from the arguments that transformers passes to attention functions."""
-        arguments = module, query, key, value, attention_mask, dropout, scaling, kwargs
-        settled = call_in_graph()
-        if settled is not None:
-            form = form_of(module)
-            layer, graph.layer = graph.layer, None
-            call = cls(*arguments, form, None, settled, layer if _holds(layer, key) else None)
-            call.updated = layer
-            call.left_out = _left_out_in_graph(call)
-            return call
-        context = current_context(getattr(module, "config", None))
-        if context is None:
-            return cls(*arguments, form_of(module))
-        call = cls(*arguments, context.enabled.form_of(module), context)
-        call.cache_layer = _cache_layer(module, context, key)
-        if attention_mask is None and call.is_causal:
-            call.left_out = context.left_out(call.form.window, query, key.shape[2])
-        return call
-
-    @property
-    def hf_config(self) -> Any:
-        return getattr(self.module, "config", None)
-
-    @property
-    def config(self) -> PrefillConfig:
-        """The settings of the prompt."""
-        settled = self.graph or self.context or DEFAULT_STATE
-        return settled.config
-
-    @property
-    def number(self) -> int:
-        """The layer as operators take it. Where it is unknown, errors alone depend on it: not 0."""
-        return 1 if self.layer is None else self.layer
-
-    @property
-    def is_causal(self) -> bool:
-        causal = self.kwargs.get("is_causal")
-        return not self.form.is_cross and bool(self.form.is_causal if causal is None else causal)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every query is known to see all tokens up to its own."""
-        left_out = self.left_out
-        return left_out is not None and left_out.is_plain and left_out.queries == self.new
-
-    @property
-    def enabled(self) -> EnabledState:
-        """What the model runs with; the defaults if it was never enabled."""
-        return DEFAULT_STATE if self.context is None else self.context.enabled
-
-    @property
-    def new(self) -> int:
-        """Tokens of this call, Tq."""
-        return self.query.shape[2]
-
-    @property
-    def total(self) -> int:
-        """Keys up to the last token of this call; unused slots of a static cache follow."""
-        return self.key.shape[2] if self.left_out is None else self.left_out.tokens
-
-    @property
-    def past(self) -> int:
-        """Tokens before this call."""
-        return self.total - self.new
+    ) -> None:
+        self.module, self.query, self.key, self.value = module, query, key, value
+        self.mask, self.dropout = attention_mask, dropout
+        self.scaling, self.kwargs = scaling, kwargs
+        self.options = {name for name, option in kwargs.items() if option is not None}
+        # How the operators make logits; sinks [Hq] are one more for each query head's softmax.
+        self.logit_options = scaling, kwargs.get("s_aux"), kwargs.get("softcap") or 0.0
+        # In a compiled graph, what was settled before the forward; else the forward, None if the
+        # model was not enabled when it began.
+        self.graph, self.context, form = call_in_graph(), None, None
+        if self.graph is None:
+            context: ForwardContext | None = getattr(running, "context", None)
+            form = None if context is None else context.enabled.form_of(module)
+            self.context = None if form is None else context
+            if form is None and (enabled := enabled_of(getattr(module, "config", None))):
+                form = enabled.form_of(module)
+        self.form: LayerForm = form or form_of(module)
+        self.enabled = DEFAULT_STATE if self.context is None else self.context.enabled
+        self.config = (self.graph or self.context or DEFAULT_STATE).config
+        # The number of the layer, None if it has none; and as operators take it: where it is
+        # unknown, errors alone depend on it, which are not measured in layer 0.
+        index = self.form.layer_idx
+        self.layer = index if index is not None and index >= 0 else None
+        self.number = 1 if self.layer is None else self.layer
+        causal = kwargs.get("is_causal")
+        causal = self.form.is_causal if causal is None else causal
+        self.is_causal = bool(causal) and not self.form.is_cross
+        # The layer of the caller's cache, in a compiled graph the one that was updated last; and
+        # whether it is ours, with the keys of the call.
+        self.cache_layer: Any = None
+        self.has_state = False
+        self.left_out: LeftOutMask | None = None  # what the mask says, if our mask function knows
+        window, keys, self.new = self.form.window, key.shape[2], query.shape[2]
+        if self.graph is not None:
+            self.cache_layer, running.layer = running.layer, None
+            self.has_state = self.cache_layer is not None and self.cache_layer.keys is key
+            known = getattr(attention_mask, LEFT_OUT, None) == (window,)
+            if attention_mask is None:
+                known = window in self.graph.left_out
+            if known:
+                self.left_out = LeftOutMask(window, self.new, keys, 0, keys, None, lambda: None)
+        elif self.context is not None:
+            self.cache_layer, self.has_state = self.context.layer_for(module, key)
+            if attention_mask is None and self.is_causal:
+                self.left_out = self.context.left_out(window, query, keys)
+        # Keys up to the last token of this call; unused slots of a static cache follow.
+        self.total = keys if self.left_out is None else self.left_out.tokens
+        self.past = self.total - self.new  # tokens before this call
 
     @property
     def used(self) -> tuple[Tensor, Tensor]:
@@ -141,73 +120,122 @@ class Call:
         return self.key[:, :, : self.total], self.value[:, :, : self.total]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every query is known to see all tokens up to its own."""
+        left_out = self.left_out
+        return left_out is not None and left_out.is_plain and left_out.queries == self.new
+
+    @property
     def prompt_rows(self) -> int:
         """Tokens of this call before those that assisted decoding verifies, always densely."""
         verified = 0 if self.context is None else self.context.candidates_in(self.past, self.new)
         return self.new - verified
 
     @property
-    def layer(self) -> int | None:
-        """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
-        index = getattr(self.module, "layer_idx", None)
-        return index if isinstance(index, int) and index >= 0 else None
+    def needs_gradients(self) -> bool:
+        """Whether a gradient of the result may be asked for."""
+        tensors = (self.query, self.key, self.value, self.kwargs.get("s_aux"))
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
-    def logit_options(self) -> LogitOptions:
-        """How the operators make logits; sinks [Hq] are one more for each query head's softmax."""
-        return self.scaling, self.kwargs.get("s_aux"), self.kwargs.get("softcap") or 0.0
+    def wants_weights(self) -> bool:
+        """Whether the user asked for the attention weights, `output_attentions`."""
+        if "output_attentions" in self.options:
+            return bool(self.kwargs["output_attentions"])
+        config = getattr(self.module, "config", None)
+        if self.context is None:
+            return bool(getattr(config, "output_attentions", False))
+        # Configs take long to read.
+        key = "output_attentions", id(config)
+        return bool(self.context.shared(key, lambda: getattr(config, key[0], False)))
+
+    def has(self, *names: str) -> bool:
+        return not self.options.isdisjoint(names)
 
     def count(self, reason: str | None) -> None:
         """Count the call of its layer, None: sparse; warn of a reason that is not by design."""
         if self.graph is not None:  # counted after the forward
             self.graph.outcomes.append((self.number, reason))
             return
-        if self.context is not None:
-            rows, exact = self.query.shape[0] * self.new, self.config.exact
-            layer = getattr(self.module, "layer_idx", None)
-            self.enabled.count(layer, rows, "" if exact else reason)
-        if reason and not self.config.exact:
-            self.enabled.report(f"dense attention: {reason}")
-
-    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        return make() if self.context is None else self.context.shared(key, make)
-
-    def has(self, *names: str) -> bool:
-        return any(self.kwargs.get(name) is not None for name in names)
+        rows = self.query.shape[0] * self.new
+        self.enabled.count(self.form.layer_idx, rows, "" if self.config.exact else reason)
 
 
-def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., Attended]:
-    """Turn a function of a `Call` into an attention function of transformers."""
+def dense_reason(call: Call) -> str | None:
+    """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
+    context, form, config = call.context, call.form, call.config
+    if call.graph is None:  # There the operator reads the settings, in every call.
+        if context is not None and context.is_traced:
+            return TRACED
+        if _is_dense_by_settings(call):
+            return ""
+    if not call.is_causal or form.reason is not None:
+        return form.reason or ""
+    if _is_in_window(call):
+        return _window_reason(call)
+    if call.layer is None and config.dense_layers:
+        return NO_INDEX
+    if call.module.training or call.dropout > 0 or call.needs_gradients:
+        return TRAINING
+    if call.wants_weights:
+        return WEIGHTS
+    if names := [name for name in ARGUMENTS if call.has(name)]:
+        return ARGUMENTS[names[0]]
+    if call.graph is None and context is None:
+        return NOT_ENABLED
+    if call.has_state and _differs_from_cache(call):
+        return UNSUPPORTED
+    if context is not None and not call.has_state and _is_static(call):
+        return NO_STATE
+    if not call.is_plain:
+        if call.graph is not None and call.new == 1:
+            return ""  # The mask of one row of a static cache is not marked.
+        return MASK if context is None else context.mask_reason
+    return NO_STATE if not call.has_state and (context is None or call.past > 0) else None
 
-    return lambda *args, **kwargs: attend(Call.of(*args, **kwargs))
 
-
-def _holds(layer: Any, key: Tensor) -> bool:
-    return getattr(layer, "keys", None) is key
-
-
-def _left_out_in_graph(call: Call) -> LeftOutMask | None:
-    """Return what the mask of a call in a compiled graph says, if it could be left out."""
-    assert call.graph is not None
-    window, keys = call.form.window, call.key.shape[2]
-    if call.mask is None:
-        known = window in call.graph.left_out
+def _is_dense_by_settings(call: Call) -> bool:
+    config, past, rows = call.config, call.past, call.prompt_rows
+    if call.new == 1 and past > 0:
+        return True
+    if config.exact:
+        long = call.layer not in config.dense_layers and config.is_long_call(past, rows)
     else:
-        known = getattr(call.mask, LEFT_OUT, None) == (window,)
-    if not known:
-        return None
-    return LeftOutMask(window, call.new, keys, 0, keys, None, lambda: None)
+        long = config.is_sparse(-1 if call.layer is None else call.layer, past, rows)
+    # One chunk without history is plain causal attention; only later calls with its cache need
+    # scores.
+    return not long or (past == 0 and rows <= config.chunk_size and not call.has_state)
 
 
-def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Layer:
-    """Return the layer of the caller's cache that holds the keys of a call, if it is ours."""
-    layer = context.layer_of(module)
-    if not _holds(layer, key):
-        # Recurrent models have several cache layers for one module.
-        layers = getattr(context.cache, "layers", None) or ()
-        layer = next((one for one in layers if _holds(one, key)), layer)
+def _is_in_window(call: Call) -> bool:
+    window, mask = call.form.window, call.left_out
+    size = call.kwargs.get("sliding_window")
+    if size is not None and size < call.key.shape[2]:
+        return True
+    return window is not None and (mask is None or mask.window != window or mask.in_window)
+
+
+def _window_reason(call: Call) -> str:
+    """Return why a windowed layer is dense: by design, unless no layer of the model is sparse."""
+    if call.context is None or not call.enabled.only_windows:
+        return ""
+    if call.left_out is not None and call.left_out.window == call.form.window:
+        return WINDOWS
+    return NO_STATE if _is_static(call) else call.context.mask_reason
+
+
+def _is_static(call: Call) -> bool:
+    """Return whether a layer of a static cache is not ours, or not of the outermost model's."""
+    if isinstance(call.cache_layer, StaticPrefillLayer):
+        return call.context is None or call.context.call is None
+    return bool(getattr(call.cache_layer, "is_compileable", False))
+
+
+def _differs_from_cache(call: Call) -> bool:
+    """Return whether a layer attends to other values than it caches, or several times to them."""
+    layer = call.cache_layer
+    if layer.keys is call.key and layer.values is not call.value:
+        return True
     if isinstance(layer, StaticPrefillLayer):
-        return layer if _holds(layer, key) else None
-    # Multi-head latent attention caches latents, one for each key.
-    holds = isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length() == key.shape[2]
-    return layer if holds else None
+        return not layer.updated
+    return bool(layer.state.scored > call.past)

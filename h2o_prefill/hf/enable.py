@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.entry import entry_of, unwrap, wrap
-from h2o_prefill.hf.forward import EnabledState, check_idle
-from h2o_prefill.hf.kinds import NAME, count_heads, enabled_of, longest_text
+from h2o_prefill.hf.forward import check_idle
+from h2o_prefill.hf.kinds import NAME, EnabledState, count_heads, enabled_of, longest_text
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import check_heads_here, layers_here
 from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
@@ -36,10 +36,9 @@ class PrefillHandle:
         return self.state.on
 
     def enable(self) -> PrefillHandle:
-        """Enable the model, in place of a handle that was active before.
+        """Enable the model, in place of a handle that was active before, as `enable` does.
 
-        A handle that cannot be enabled leaves the one before as it was. Raises what the function
-        `enable` raises, and ValueError if the model shares its config object with an enabled one.
+        If that fails, the model is as it was.
         """
         earlier, before = handles_of(self.model), self.state
         for handle in earlier:
@@ -99,8 +98,8 @@ class PrefillHandle:
         return explain(self.model)
 
     def __repr__(self) -> str:
-        where = f"{'on' if self.active else 'off'} {type(self.model).__name__}"
-        return f"<PrefillHandle {self.config.to_string()!r} {where}>"
+        switch = "on" if self.active else "off"
+        return f"<PrefillHandle {self.config.to_string()!r} {switch} {type(self.model).__name__}>"
 
     def __enter__(self) -> PrefillHandle:
         if self._entered:
@@ -143,14 +142,12 @@ def enable(
     (`min_prefill`). Decoding and everything that is not supported stay dense, with one warning for
     each reason. On CPUs, plain causal calls that PyTorch's attention would compute go through
     `ops.dense_attention`, and layers whose window is shorter than the prompt through an operator
-    that visits no key outside of it, with the same results up to rounding; other dense calls
-    through the attention that the model had before.
+    that visits no key outside of it, with the same results up to rounding.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal decoder. It is enabled when this function returns; a `with` block disables it at
-        its end.
+        A causal decoder.
     config : PrefillConfig or str, optional
         Settings, or the name of a preset; "h2o" is the algorithm as specified. Default:
         "recommended".
@@ -165,12 +162,13 @@ def enable(
     Returns
     -------
     PrefillHandle
-        A context manager with `enable()` and `disable()`.
+        A context manager with `enable()` and `disable()`; the model is enabled already.
 
     Raises
     ------
     ValueError
-        If an argument is wrong, or the model does not use transformers' attention interface.
+        If an argument is wrong, the model does not use transformers' attention interface, or it
+        shares its config object with an enabled one.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
@@ -196,9 +194,8 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Restore the attention that a model had before `enable`; does nothing if it is not enabled.
 
-    Raises RuntimeError during a forward of the model, in this thread or in another.
-
-    A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
+    Raises RuntimeError during a forward of the model, in this thread or in another. A copy of an
+    enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
     """
     for handle in handles_of(model):
         handle.disable()
@@ -217,21 +214,18 @@ def explain(model: PreTrainedModel) -> ModelReport:
 def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
     """Give a model its own attention for a block; yield the handle that it is enabled through.
 
-    The handle may be enabled and disabled in the block. At its end the model is as before, with
-    the calls and errors that were counted before.
+    The handle may be enabled and disabled in the block. After it the model is as before, with what
+    was counted before.
     """
-    handles = handles_of(model)
-    states = [handle.state for handle in handles]
+    handles = [(handle, handle.state) for handle in handles_of(model)]
+    disable(model)
     try:
-        for handle in handles:
-            handle.disable()
-        yield handles[0] if handles else None
+        yield handles[0][0] if handles else None
     finally:
         disable(model)
-        for handle, state in zip(handles, states, strict=True):
-            if not state.on:
-                handle.state = state
-                handle._switch_on()
+        for handle, state in handles:
+            handle.state = state
+            handle._switch_on()
 
 
 def register() -> str:
@@ -241,8 +235,7 @@ def register() -> str:
     it is dense until `enable` switches it on.
     """
     AttentionInterface.register(NAME, h2o_prefill_attention)
-    # Without a mask function of this name every layer would get no mask at all, padded rows
-    # included.
+    # Without a mask function of this name layers would get no mask at all, padded rows included.
     AttentionMaskInterface.register(NAME, h2o_prefill_mask)
     return NAME
 
@@ -259,8 +252,7 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every Hugging Face config inside a model, each once."""
     configs: dict[int, Any] = {}
     waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    while waiting:
-        config = waiting.pop(0)
+    for config in waiting:
         if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
             configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]

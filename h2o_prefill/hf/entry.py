@@ -16,26 +16,19 @@ from torch._dynamo.decorators import skip
 
 from h2o_prefill import ops
 from h2o_prefill.functional import NO_RECALL
-from h2o_prefill.hf.cache import (
-    CACHE_NAMES,
-    KeepsTokenIds,
-    StaticPrefillCache,
-    adopt,
-    cache_among,
-)
+from h2o_prefill.hf.cache import CACHE_NAMES, KeepsTokenIds, StaticPrefillCache, adopt, cache_among
 from h2o_prefill.hf.forward import (
+    MASK,
+    PADDED,
     ForwardContext,
     StaticCall,
     announce,
     close_context,
     open_context,
 )
-from h2o_prefill.hf.layer import graph
+from h2o_prefill.hf.layer import running
 from h2o_prefill.hf.masks import is_unpadded
 from h2o_prefill.hf.parallel import StageCache, layers_here, new_cache
-from h2o_prefill.hf.rules import MASKED
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 OTHER_TEXT = (
     "input_ids must begin with the {} tokens of the cache and go on after them: put them in front "
@@ -53,31 +46,17 @@ class Entry:
         self.module = module
         self.handle = handle
         self.names = tuple(inspect.signature(module.forward).parameters)
-        self.makes_caches = "cache" in self.names or "past_key_values" in self.names
+        names = (name for name in CACHE_NAMES[:2] if name in self.names)
+        self.cache_name = next(names, None)  # of the argument of a model that makes caches
         # What the instance had of these names before: another library's wrappers.
         self.methods: dict[str, Any] = {}
         self.on = True  # False: code that has wrapped our wrappers goes on to call them
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward by name, the cache always as `cache`."""
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        return {**named, "cache": cache_among(named)}
-
-    def replace(self, arguments: Arguments, name: str, value: Any) -> Arguments:
-        """Return the arguments of a forward with another value for one."""
-        args, kwargs = arguments
-        if name in self.names[: len(args)]:
-            index = self.names.index(name)
-            return (*args[:index], value, *args[index + 1 :]), kwargs
-        return args, {**kwargs, name: value}
-
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
-        """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
-        if arguments["cache"] is not None or not self.makes_caches:
-            return False
+        """Return whether the model, which was called without a cache, makes a `DynamicCache`."""
         # Those that generate a text without one have caches of other classes.
         supports = getattr(self.module, "_supports_default_dynamic_cache", None)
-        if supports is None or not supports():
+        if not self.cache_name or supports is None or not supports():
             return False
         config: Any = self.module.config
         wanted = arguments.get("use_cache")
@@ -129,36 +108,122 @@ def run_forward(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model in the context of its call."""
     if not entry.on:
         return forward(*args, **kwargs)
-    context = _enter(entry.handle.state, entry.module)
+    context, failed = _enter(entry.handle.state, entry.module), True
     try:
         args, kwargs = _prepare(entry, context, args, kwargs)
         output = forward(*args, **kwargs)
-    except BaseException:
-        _leave(entry, context, failed=True)
-        raise
-    _leave(entry, context, failed=False)
+        failed = False
+    finally:
+        _leave(context, failed)
     return output
 
 
+@torch.compiler.substitute_in_graph(run_forward)
 def _in_graph(entry: Entry, forward: Any, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-torch.compiler.substitute_in_graph(run_forward)(_in_graph)
+@torch.compiler.disable
+def _leave(context: ForwardContext, failed: bool) -> None:
+    if close_context(context, failed) and not failed and context.call is not None:
+        _end_in_static_cache(context, context.call)
+
+
+@torch.compiler.disable
+def _prepare(
+    entry: Entry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell a context the arguments of a forward; return those that the forward needs."""
+    is_outermost = len(context.modules) == 1
+    arguments = {**dict(zip(entry.names, args, strict=False)), **kwargs}
+    cache = cache_among(arguments)
+    if cache is not None and context.cache is None:
+        layers = layers_here(entry.module) if is_outermost else None
+        if layers is None:
+            adopt(cache)
+        else:
+            StageCache.of(cache, layers)
+    if is_outermost and cache is None and entry.makes_cache(arguments):
+        cache = new_cache(entry.module)
+        # By name, all of them. A call without a cache verifies no candidates.
+        kwargs = {name: x for name, x in arguments.items() if name not in CACHE_NAMES}
+        args, kwargs = (), {**kwargs, str(entry.cache_name): cache}
+        arguments = {**kwargs, "logits_to_keep": None}
+    context.add_arguments(arguments, cache)
+    if not is_outermost:
+        return args, kwargs
+    context.check()
+    if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor):
+            end = context.begun + context.new
+            if mask.ndim == 2 and context.new > 1 and is_unpadded(mask, end):
+                # A graph cannot know that it hides nothing.
+                args, kwargs = (), {**arguments, "attention_mask": None}
+            else:
+                context.mask_reason = PADDED if mask.ndim == 2 else MASK
+        _begin_in_static_cache(context)
+    return args, kwargs
+
+
+def _begin_in_static_cache(context: ForwardContext) -> None:
+    """Settle what the layers of a static cache, perhaps in a compiled graph, cannot determine."""
+    assert context.tokens is not None
+    new, config = context.new, context.config
+    if new == 1 and context.enabled.config.is_auto:
+        config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
+    position = context.cache.begin(config, new)
+    past, recall = int(position[0]), NO_RECALL
+    batch, device = len(context.tokens), context.tokens.device
+    if new > 1 and config.is_sparse_call(past, new):
+        recall = context.recall_lists(batch, past, new, device)
+    elif new > 1 and config.recall:
+        # No keys, but lists: one graph for short calls and long ones.
+        blocks = batch * -(-new // config.recall_block) + 1
+        made = [torch.zeros(n, dtype=torch.int32, device=device) for n in (blocks, 0, 0)]
+        recall = made[0], made[1], made[2]
+    for tensor in recall:
+        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    hf_config: Any = context.modules[0].config
+    context.call = running.call = StaticCall(
+        config=config,
+        settings=config.to_string(),
+        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
+        left_out=frozenset(mask.window for mask in context.masks),
+        recall=recall,
+        position=position,
+    )
+
+
+def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
+    """Count the calls of a graph, and say where the next call begins."""
+    assert context.tokens is not None
+    new, past, layers = context.new, context.begun, context.cache.layers
+    if any(getattr(layer, "attended", False) for layer in layers):
+        ops.advance_position_(call.position, new, call.settings)
+    for number, reason in call.outcomes:
+        if not call.config.is_sparse(number, past, new):
+            reason = ""
+        elif reason is None:
+            context.enabled.note_errors(number, getattr(layers[number], "errors", None))
+        elif reason == MASK:
+            reason = context.mask_reason
+        context.enabled.count(number, len(context.tokens) * new, reason)
 
 
 def run_generate(entry: Entry, generate: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the `generate` of a model that is told how long its prompt is."""
+    """Call the `generate` of a model; say how long its prompt is."""
     named = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
     ids = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
-    embeds, mask = named.get("inputs_embeds"), named.get("attention_mask")
     # With a longer mask, the ids are what follows the cache.
-    parts = [x.shape[1] for x in (ids, embeds, mask) if isinstance(x, Tensor) and x.ndim > 1]
-    if not entry.on or not parts:
+    parts = (ids, named.get("inputs_embeds"), named.get("attention_mask"))
+    lengths = [x.shape[1] for x in parts if isinstance(x, Tensor) and x.ndim > 1]
+    if not entry.on or not lengths:
         return generate(*args, **kwargs)
-    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == max(parts):
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == max(lengths):
         _check_begins_with(cache_among(named), ids)
-    with announce(entry.handle.state, max(parts)):
+    with announce(entry.handle.state, max(lengths)):
         return generate(*args, **kwargs)
 
 
@@ -170,98 +235,3 @@ def _check_begins_with(cache: Any, ids: Tensor) -> None:
     past = cached.shape[1]
     if ids.shape[1] <= past or not ids[:, :past].equal(cached.to(ids.device)):
         raise ValueError(OTHER_TEXT.format(past))
-
-
-@torch.compiler.disable
-def _leave(entry: Entry, context: ForwardContext, failed: bool) -> None:
-    if close_context(context, failed) and not failed and context.call is not None:
-        _end_in_static_cache(context, context.call)
-
-
-@torch.compiler.disable
-def _prepare(
-    entry: Entry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
-    """Tell a context the arguments of a forward; return those that the forward needs."""
-    model = entry.module
-    arguments = entry.read(args, kwargs)
-    cache = arguments["cache"]
-    if cache is not None and context.cache is None:
-        layers = layers_here(model) if len(context.modules) == 1 else None
-        if layers is None:
-            adopt(cache)
-        else:
-            StageCache.of(cache, layers)
-    if len(context.modules) > 1:
-        context.add_arguments(arguments)
-        return args, kwargs
-    if entry.makes_cache(arguments):
-        cache = new_cache(model)
-        kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
-        name = next(name for name in CACHE_NAMES if name in entry.names)
-        args, kwargs = entry.replace((args, kwargs), name, cache)
-        # A call without a cache verifies no candidates.
-        arguments.update(cache=cache, logits_to_keep=None)
-    context.add_arguments(arguments)
-    context.check()
-    if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, Tensor):
-            end = context.begun + context.new if context.new > 1 else None
-            if mask.ndim == 2 and end and is_unpadded(mask, end):
-                # A graph cannot know that it hides nothing.
-                args, kwargs = entry.replace((args, kwargs), "attention_mask", None)
-            else:
-                context.mask_reason = MASKED
-        _begin_in_static_cache(context)
-    return args, kwargs
-
-
-def _begin_in_static_cache(context: ForwardContext) -> None:
-    """Settle what the layers of a static cache, perhaps in a compiled graph, cannot determine."""
-    assert context.tokens is not None
-    new, config = context.new, context.config
-    if new == 1 and context.enabled.config.is_auto:
-        config = config.with_min_prefill(config.chunk_size)  # One graph decodes after all prompts.
-    position = context.cache.position_for(new)
-    past, recall = int(position[0]), NO_RECALL
-    batch, device = len(context.tokens), context.tokens.device
-    if new > 1 and config.is_sparse_call(past, new):
-        recall = context.recall_lists(batch, past, new, device)
-    elif new > 1 and config.recall:
-        # No keys, but lists: one graph for short calls and long ones.
-        sizes = batch * -(-new // config.recall_block) + 1, 0, 0
-        first, second, third = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in sizes
-        )
-        recall = first, second, third
-    for tensor in recall:
-        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    hf_config: Any = context.modules[0].config
-    context.call = graph.call = StaticCall(
-        config=config,
-        settings=config.to_string(),
-        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
-        left_out=frozenset(mask.window for mask in context.masks),
-        recall=recall,
-        position=position,
-    )
-    context.cache.begin(config)
-
-
-def _end_in_static_cache(context: ForwardContext, call: StaticCall) -> None:
-    """Count the calls of a graph, and say where the next call begins."""
-    assert context.tokens is not None
-    new, past, layers = context.new, context.begun, context.cache.layers
-    if any(getattr(layer, "attended", False) for layer in layers):
-        ops.advance_position_(call.position, new, call.settings)
-    for number, reason in call.outcomes:
-        sparse = call.config.is_sparse(number, past, new)
-        if reason is None and not sparse:
-            reason = ""
-        context.enabled.count(number, len(context.tokens) * new, reason)
-        if reason is None:
-            context.enabled.note_errors(number, getattr(layers[number], "errors", None))
-        if reason and sparse:
-            context.enabled.report(f"dense attention: {reason}")

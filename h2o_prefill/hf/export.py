@@ -15,15 +15,12 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest, fingerprint
 from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists
-from h2o_prefill.hf.call import Attended, Call, as_attention_function
+from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
-
-# Kinds of attention layers that the operator computes.
-_KINDS = ("full_attention", "sliding_attention")
 
 # Tokens that a graph and its model are compared on, spread over the vocabulary.
 _COMPARED, _STEP = 24, 7919
@@ -36,13 +33,9 @@ class PackagedModel(nn.Module):
 
     token_text: Tensor | None
 
-    def __init__(
-        self, model: PreTrainedModel, config: PrefillConfig, token_text: Tensor | None = None
-    ) -> None:
+    def __init__(self, model: Any, config: PrefillConfig, token_text: Tensor | None = None) -> None:
         super().__init__()
-        self.model = model
-        self.config = config
-        self.settings = config.native.to_fields()
+        self.model, self.config, self.settings = model, config, config.native.to_fields()
         self.register_buffer("token_text", token_text if config.recall_characters else None)
 
     def forward(self, token_ids: Tensor, rows: Tensor, *state: Tensor) -> Tensor:
@@ -53,9 +46,8 @@ class PackagedModel(nn.Module):
         prompt.index_copy_(1, positions, token_ids)
         recall = NO_RECALL
         if self.config.recall:
-            recall = ops.recall_at_position(
-                prompt, position, tokens, self.settings, self.token_text
-            )
+            lookup = prompt, position, tokens, self.settings, self.token_text
+            recall = ops.recall_at_position(*lookup)
         out = self.model(
             token_ids,
             position_ids=positions.unsqueeze(0),
@@ -68,9 +60,9 @@ class PackagedModel(nn.Module):
         return out.logits[0]
 
 
-@as_attention_function
-def attend_in_place(call: Call) -> Attended:
+def attend_in_place(*args: Any, **kwargs: Any) -> Attended:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
+    call = Call(*args, **kwargs)
     settled: tuple[Tensor, RecallLists, str] | None = call.kwargs.get("package_call")
     if settled is None:
         raise ValueError("model must pass on the arguments of its forward, to be exported")
@@ -102,14 +94,13 @@ def describe_package(
         raise ValueError(
             f"capacity must be in [2, {longest}], the tokens that the model takes, got {capacity}"
         )
-    layers = attention_layers(model, None)
+    layers, kinds = attention_layers(model, None), ("full_attention", "sliding_attention")
     if [layer.layer_idx for layer in layers] != list(range(hf_config.num_hidden_layers)):
         raise ValueError("model must have one attention layer in each layer to be exported")
-    for layer in layers:
-        if not is_causal(layer) or layer_type(layer) not in _KINDS:
-            raise ValueError(
-                "model must be causal, with full attention or sliding windows, to be exported"
-            )
+    if not all(is_causal(layer) and layer_type(layer) in kinds for layer in layers):
+        raise ValueError(
+            "model must be causal, with full attention or sliding windows, to be exported"
+        )
     if rope := moving_rope(hf_config):
         raise ValueError(
             "model must have rotary frequencies that stay the same to be exported, got "
@@ -117,8 +108,7 @@ def describe_package(
         )
     heads, dtype = hf_config.num_attention_heads, str(model.dtype).removeprefix("torch.")
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
-    if end_ids is None or isinstance(end_ids, int):
-        end_ids = [] if end_ids is None else [end_ids]
+    end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),
@@ -151,11 +141,9 @@ def export_model(
     previous = model.config._attn_implementation
     tokens, state = min(64, info.capacity), info.new_state()
     example = (torch.zeros(1, tokens, dtype=torch.int64), torch.arange(3) % tokens, *state)
-    shapes: Any = (
-        {1: torch.export.Dim("tokens", max=info.capacity)},
-        {0: torch.export.Dim("rows", max=info.capacity)},
-        tuple({} for _ in state),
-    )
+    dim = torch.export.Dim
+    sizes: Any = {1: dim("tokens", max=info.capacity)}, {0: dim("rows", max=info.capacity)}
+    shapes = *sizes, tuple({} for _ in state)
     model.set_attn_implementation(NAME)
     try:
         packaged = PackagedModel(model, PrefillConfig.parse(info.settings), token_text)

@@ -1,16 +1,20 @@
-"""Kinds of attention layers, their windows, and what no mask means in them.
-
-Which config is switched over stands here as well.
-"""
+"""What is known of a model: the kinds of its layers, and the settings that it is enabled with."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill._warn import warn
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.fingerprint import digest
+from h2o_prefill.presets import PRESETS
 
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -20,9 +24,11 @@ NAME = "h2o_prefill"
 # several models may share one config object, and then the switch of one reaches the others.
 switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-NO_INDEX = "the attention layers do not know their index"
-ENCODER_DECODER = "encoder-decoder models are not supported"
-SHARED_KEYS = "layers that share the keys of another layer are not supported"
+NO_INDEX = "the attention layers have no number, by which caches and dense_layers know them"
+UNSUPPORTED = (
+    "attention of this kind is not supported (encoder-decoders, position_bias, keys that layers "
+    "share or that the model chooses, other values than the cached ones)"
+)
 
 # Kinds of layers that attend as full ones do to a prompt that their window holds.
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
@@ -51,10 +57,9 @@ def is_cross_attention(module: nn.Module, path: str = "") -> bool:
 
 def is_causal(module: nn.Module) -> bool:
     """Return whether module and config say that a layer is causal."""
-    if is_cross_attention(module):
-        return False
     config = getattr(module, "config", None)
-    return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
+    says = bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
+    return says and not is_cross_attention(module)
 
 
 def layer_type(module: nn.Module) -> str:
@@ -78,9 +83,7 @@ def layer_type(module: nn.Module) -> str:
         kind = "full_attention"
     # Exaone 4 gives its window to every layer, and a flag.
     windowed = getattr(module, "is_sliding", True) and getattr(module, "sliding_window", None)
-    if kind == "full_attention" and windowed:
-        return "sliding_attention"
-    return kind
+    return "sliding_attention" if kind == "full_attention" and windowed else kind
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -103,15 +106,152 @@ def moving_rope(config: Any) -> dict[str, Any] | None:
 
 
 def longest_text(config: Any) -> int | None:
-    """Return how many tokens a model was made for, None if its config does not say.
-
-    Dynamic rotary embeddings are for any number.
-    """
+    """Return how many tokens a model was made for, None if its config does not say."""
     config = config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     rope = moving_rope(config)
+    # Dynamic rotary embeddings are for any number.
     dynamic = rope is not None and rope["rope_type"] == "dynamic"
     return None if dynamic or not isinstance(longest, int) else longest
+
+
+class LayerForm(NamedTuple):
+    """What an attention layer is, whatever it is called with."""
+
+    layer_idx: int | None  # its number; layers of Zamba share a module, numbered -1
+    window: int | None  # tokens that a query of a sliding or chunked layer sees; None: all
+    is_causal: bool
+    is_cross: bool  # whether it attends to the keys of something else, such as an image
+    # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
+    reason: str | None
+    previous: str | None = None  # the attention implementation before; None if it is unknown
+
+
+def form_of(module: nn.Module) -> LayerForm:
+    """Return what an attention layer is."""
+    kind, cross = layer_type(module), is_cross_attention(module)
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
+    encoder = getattr(config, "cross_attention_hidden_size", None) is not None
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    layers: int = getattr(config, "num_hidden_layers", None) or 0
+    reason: str | None = None
+    if cross or kind not in ("full_attention", *WINDOWED):
+        reason = ""
+    elif not isinstance(index, int):
+        reason = NO_INDEX
+    elif (
+        encoder
+        or getattr(config, "is_encoder_decoder", False)
+        or getattr(module, "is_kv_shared_layer", False)
+        or (shared > 0 and index >= layers - shared)
+    ):
+        reason = UNSUPPORTED
+    number = index if isinstance(index, int) else None
+    return LayerForm(number, window_of(module), is_causal(module), cross, reason)
+
+
+@dataclass
+class LayerCalls:
+    """What the calls of one layer were."""
+
+    sparse_calls: int = 0
+    sparse_rows: int = 0  # query tokens of these calls, counted once a batch row
+    dense_calls: int = 0
+    dense_rows: int = 0
+    reason: str = ""  # why the last long call was dense; empty if none was
+
+
+@dataclass
+class EnabledState:
+    """The state of one enabled model."""
+
+    config: PrefillConfig
+    strict: bool = False  # raise where a call would be dense with a warning
+    # The attention implementation that each config of the model had before.
+    previous: list[tuple[Any, str | None]] = field(default_factory=list)
+    reported: set[str] = field(default_factory=set)  # reasons already warned of
+    # Configs whose self-attention layers are causal by their masks alone.
+    causal_by_mask: list[Any] = field(default_factory=list)
+    only_windows: bool = False  # whether every layer that can be sparse has a window
+    # Whether layers with a window need no mask where it holds all keys.
+    leaves_window_masks: bool = False
+    windows: set[int | None] = field(default_factory=set)  # of layers that need no mask at all
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
+    errors: dict[int, Tensor] = field(default_factory=dict)  # of the last prompt, [B, Hkv, 4]
+    forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
+    on: bool = False  # whether the model is enabled
+    token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
+    longest_text: int | None = None  # tokens that the model was made for, None if it does not say
+
+    def form_of(self, module: nn.Module) -> LayerForm | None:
+        """Return what an attention layer is, looked at once; None for another model's."""
+        if module not in self.forms:
+            config = getattr(module, "config", None)
+            if not self.owns(config):
+                return None
+            self.forms[module] = form_of(module)._replace(previous=self.previous_of(config))
+        return self.forms[module]
+
+    def count(self, layer: Any, rows: int, reason: str | None) -> None:
+        """Count a call of a layer, None: sparse; warn of a reason that is not by design."""
+        calls = self.calls.get(layer) or self.calls.setdefault(layer, LayerCalls())
+        if reason is None:
+            calls.sparse_calls += 1
+            calls.sparse_rows += rows
+        else:
+            calls.dense_calls += 1
+            calls.dense_rows += rows
+            calls.reason = reason or calls.reason
+        if reason:
+            self.report(f"dense attention: {reason}")
+
+    def note_errors(self, layer: int | None, errors: Tensor | None) -> None:
+        """Note the errors of a layer, [B, Hkv, 4], for reports."""
+        if layer is not None and errors is not None:
+            self.errors[layer] = errors
+
+    def like(self, model: Any) -> Tensor:
+        """Return an empty tensor of the model's dtype on its device."""
+        return torch.empty(0, device=model.device, dtype=model.dtype)
+
+    def resolve(self, model: Any, tokens: int) -> PrefillConfig:
+        """Return the settings of a prompt of so many tokens, with `min_prefill` resolved."""
+        return self.config.resolved(self.config.shortest_sparse_prompt(self.like(model)), tokens)
+
+    @functools.cached_property
+    def tokenizer(self) -> str:
+        """What tells the text of the tokens from others, as fingerprints have it."""
+        return "" if self.token_text is None else digest(self.token_text)
+
+    def owns(self, hf_config: Any) -> bool:
+        return any(config is hf_config for config, _ in self.previous)
+
+    def previous_of(self, hf_config: Any) -> str | None:
+        """Return the attention implementation that a config had before, None if unknown."""
+        name = next((name for config, name in self.previous if config is hf_config), None)
+        return None if name == NAME else name
+
+    def report(self, reason: str) -> None:
+        """Warn of a reason once, or raise if strict."""
+        if self.strict:
+            raise NotImplementedError(f"h2o_prefill: {reason}")
+        if reason not in self.reported:
+            self.reported.add(reason)
+            warn(f"h2o_prefill: {reason}")
+
+    def mark(self, on: bool) -> None:
+        """Note that the configs of this model are switched over, or as they were."""
+        self.on = on
+        for config, _ in self.previous:
+            if on:
+                switched[id(config)] = self
+            else:
+                switched.pop(id(config), None)
+
+
+# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
+DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 
 def enabled_of(hf_config: Any) -> Any:
@@ -121,43 +261,6 @@ def enabled_of(hf_config: Any) -> Any:
 
 
 Span = tuple[int, int]
-
-
-class LayerForm(NamedTuple):
-    """What an attention layer is, whatever it is called with."""
-
-    window: int | None  # tokens that a query of a sliding or chunked layer sees; None: all
-    is_causal: bool
-    is_cross: bool  # whether it attends to the keys of something else, such as an image
-    # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
-    reason: str | None
-
-
-def form_of(module: nn.Module) -> LayerForm:
-    """Return what an attention layer is."""
-    kind, cross = layer_type(module), is_cross_attention(module)
-    causal, config = is_causal(module), getattr(module, "config", None)
-    index = getattr(module, "layer_idx", None)
-    reason: str | None = None
-    # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
-    encoder = getattr(config, "cross_attention_hidden_size", None) is not None
-    if cross or kind not in ("full_attention", *WINDOWED):
-        reason = ""
-    elif not isinstance(index, int):
-        reason = NO_INDEX
-    elif encoder or getattr(config, "is_encoder_decoder", False):
-        reason = ENCODER_DECODER
-    elif _shares_keys(module, config):
-        reason = SHARED_KEYS
-    return LayerForm(window_of(module), causal, cross, reason)
-
-
-def _shares_keys(module: nn.Module, config: Any) -> bool:
-    if getattr(module, "is_kv_shared_layer", False):
-        return True
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    layers: int = getattr(config, "num_hidden_layers", None) or 0
-    return shared > 0 and getattr(module, "layer_idx", 0) >= layers - shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +277,7 @@ class LeftOutMask:
     first: int  # position of the first key
     end: int  # position after the last token
     spans: tuple[Span, ...] | None  # first token and end of every row of a padded batch
-    # Makes the mask that the model's own attention implementation takes, of other sizes if given.
+    # Makes the mask that the model's implementation takes, of other sizes if asked for.
     make: Callable[..., Any]
 
     @property

@@ -20,10 +20,12 @@ from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
-# What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
-# graph. `layer`: the cache layer that was updated last, to which the next attention belongs.
-# Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
-graph = threading.local()
+# What this thread is in. `context`: the running forward of an enabled model; `prompt`: the prompt
+# that a caller of the model, such as `generate`, is working on. Dynamo may read the others. `call`:
+# the forward, None if it cannot be in a graph; `layer`: the cache layer that was updated last, to
+# which the next attention belongs. Dynamo reads attributes of a thread's own alone, so this is no
+# class with defaults.
+running = threading.local()
 
 
 class ChunkedPrefillLayer(DynamicLayer):
@@ -40,11 +42,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.state = LayerState(checkpoints)
         # What `keys` and `values` were set to from the state.
         self._views: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def errors(self) -> Tensor | None:
-        """What `error_rows` measured so far, float32 [B, Hkv, 4]."""
-        return self.state.errors
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
@@ -63,10 +60,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         views = self.synchronized().append(key_states, value_states)
         self.keys, self.values = self._views = views
         return views
-
-    def holds(self, key: Tensor, value: Tensor) -> bool:
-        """Return whether keys and values are those that `update` returned."""
-        return key is self.keys and value is self.values
 
     def synchronized(self) -> Any:
         """Return the state, with the keys and values that the layer has now."""
@@ -141,8 +134,6 @@ class ChunkedPrefillLayer(DynamicLayer):
 class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill."""
 
-    padded = False  # Rows with padding are never prefilled sparsely here.
-
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
@@ -174,7 +165,7 @@ class StaticPrefillLayer(StaticLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.updated = True
         if torch.compiler.is_dynamo_compiling():
-            graph.layer = self
+            running.layer = self
         return keys, values
 
     def attend(self, query: Tensor, position: Tensor, options: LayerOptions) -> Tensor:

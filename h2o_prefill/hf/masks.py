@@ -1,8 +1,7 @@
-"""The mask function named `h2o_prefill`: no mask where the attention function knows what it says.
+"""The mask function named `h2o_prefill`: no mask where the running forward knows what it says.
 
-These are masks that are plain causal, of a window, or of rows with padding on their sides. What no
-mask means then, the running forward knows as a `LeftOutMask`. Everything else is the mask that the
-model's own implementation would have got.
+A `LeftOutMask` is plain causal, of a window, or of rows with padding on their sides. Every other
+mask is made as the model's own implementation takes it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
-from h2o_prefill.hf.call import GRAPH_BREAK, LEFT_OUT
+from h2o_prefill.hf.call import LEFT_OUT
 from h2o_prefill.hf.forward import (
+    GRAPH_BREAK,
+    PADDED,
     EnabledState,
     ForwardContext,
     Prompt,
@@ -27,18 +28,14 @@ from h2o_prefill.hf.forward import (
     is_traced,
     prompt_of,
 )
-from h2o_prefill.hf.kinds import NAME, LeftOutMask, Span, enabled_of
-from h2o_prefill.hf.rules import NOT_CAUSAL, PADDED
+from h2o_prefill.hf.kinds import LeftOutMask, Span, enabled_of
 
 # Arguments that some versions of transformers leave out.
 DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
 
 
 def h2o_prefill_mask(**kwargs: Any) -> Any:
-    """Return None where the running forward knows what that means, else the mask.
-
-    Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
-    """
+    """Return None or a mask; takes the arguments of `sdpa_mask`, once for each mask type."""
     arguments = {"mask_function": causal_mask_function, **DEFAULTS, **kwargs}
     return _mask(arguments) if call_in_graph() is None else _mask_in_graph(arguments)
 
@@ -54,11 +51,10 @@ def _mask(arguments: dict[str, Any]) -> Any:
     place = prompt_of(enabled) if context is None else context
     if is_traced() or by_mask:
         return make()
-    if place is not None and enabled is not None:
-        left_out = _left_out(arguments, enabled, place, make)
-        if left_out is not None:
-            place.masks.append(left_out)
-            return None
+    left_out = None if place is None else _left_out(arguments, place, make)
+    if place is not None and left_out is not None:
+        place.masks.append(left_out)
+        return None
     # With the unused slots of a static cache, no mask would be causal from the first key on; and a
     # model that was never enabled may attend eagerly.
     if enabled is None or _ends_differ(arguments):
@@ -67,61 +63,50 @@ def _mask(arguments: dict[str, Any]) -> Any:
 
 
 def _left_out(
-    arguments: dict[str, Any],
-    enabled: EnabledState,
-    place: ForwardContext | Prompt,
-    make: Callable[..., Any],
+    arguments: dict[str, Any], place: ForwardContext | Prompt, make: Callable[..., Any]
 ) -> LeftOutMask | None:
     """Return what a mask says, None if it must be made."""
-    queries, keys = arguments["q_length"], arguments["kv_length"]
-    window, first = arguments.get("local_size"), arguments["kv_offset"]
+    queries, keys, mask = (arguments[x] for x in ("q_length", "kv_length", "attention_mask"))
+    window, first, enabled = arguments.get("local_size"), arguments["kv_offset"], place.enabled
     end, context = first + keys, place if isinstance(place, ForwardContext) else None
-    # A window's function is made anew each time: it is the plain one of that window where
-    # transformers allows to leave causal masks out.
-    plain = window is not None or arguments["mask_function"] is causal_mask_function
-    if not _may_be_left_out(arguments) or not plain:
-        if context is not None and not plain:
-            context.mask_reason = NOT_CAUSAL
+    if not _is_causal(arguments):
         return None
     # What was left out for keys of this number before is of another mask.
     place.masks = [x for x in place.masks if (x.window, x.keys) != (window, keys)]
-    if window is None:
-        if _ends_differ(arguments):
-            static = context is None or isinstance(context.cache, StaticPrefillCache)
-            end = int(arguments["q_offset"]) + queries
-            if not static or queries == 1 or first != 0 or end > keys:
-                return None
-        elif first != 0:
+    if window is not None:
+        # Checkpointed layers run again in the backward pass, where no forward knows of this.
+        unknown = torch.is_grad_enabled() or window not in enabled.windows
+        hides = first > 0 or window < end
+        if not enabled.leaves_window_masks or _ends_differ(arguments) or (hides and unknown):
             return None
-    elif not enabled.leaves_window_masks or _ends_differ(arguments):
+    elif _ends_differ(arguments):
+        static = context is None or isinstance(context.cache, StaticPrefillCache)
+        end = int(arguments["q_offset"]) + queries
+        if not static or queries == 1 or first != 0 or end > keys:
+            return None
+    elif first != 0:
         return None
-    left_out = partial(LeftOutMask, window, queries, keys, first, end)
-    # Checkpointed layers run again in the backward pass, where no forward knows of this.
-    unknown = torch.is_grad_enabled() or window not in enabled.windows
-    if window is not None and (first > 0 or window < end) and unknown:
-        return None
-    if is_unpadded(arguments["attention_mask"], end):
-        return left_out(None, make)
-    if context is None or queries == 1 or end != first + keys:
-        return None
-    context.mask_reason = PADDED
     spans = None
-    # The model's own attention takes short rows together.
-    if (first, queries) == (0, keys) and keys > context.config.chunk_size:
-        spans = _spans(arguments)
-    return None if spans is None else left_out(spans, make)
+    if not is_unpadded(mask, end):
+        if context is None or queries == 1 or end != first + keys:
+            return None
+        context.mask_reason = PADDED
+        # The model's own attention takes short rows together.
+        whole = (first, queries) == (0, keys) and keys > context.config.chunk_size
+        if whole and not torch.is_grad_enabled() and len(mask) == arguments["batch_size"]:
+            spans = row_spans(mask, keys)
+        if spans is None:
+            return None
+    return LeftOutMask(window, queries, keys, first, end, spans, make)
 
 
-def _spans(arguments: dict[str, Any]) -> tuple[Span, ...] | None:
-    """Return where the rows of a padded batch lie, None if their mask cannot be left out."""
-    mask = arguments["attention_mask"]
-    if torch.is_grad_enabled() or len(mask) != arguments["batch_size"]:
-        return None
-    return row_spans(mask, arguments["kv_length"])
-
-
-def _may_be_left_out(arguments: dict[str, Any]) -> bool:
-    return arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
+def _is_causal(arguments: dict[str, Any]) -> bool:
+    """Return whether a mask hides no key but later ones, those beyond a window, and padding."""
+    # A window's function is made anew each time: it is the plain one of that window where
+    # transformers allows to leave causal masks out.
+    skips = arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
+    plain = arguments["mask_function"] is causal_mask_function
+    return skips and (plain or arguments.get("local_size") is not None)
 
 
 def _ends_differ(arguments: dict[str, Any]) -> bool:
@@ -132,28 +117,20 @@ def _ends_differ(arguments: dict[str, Any]) -> bool:
 
 
 def _mask_in_graph(arguments: dict[str, Any]) -> Tensor:
-    """Return the bool mask of PyTorch's attention, marked if it need not be made.
-
-    A graph that has no use for it does not compute it.
-    """
+    """Return the bool mask of PyTorch's attention, marked if it need not be made."""
+    # A graph that has no use for it does not compute it.
     mask = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
     assert mask is not None
-    if arguments["attention_mask"] is None and _may_be_left_out(arguments):
-        window = arguments.get("local_size")
-        if window is None:
-            known = arguments["mask_function"] is causal_mask_function
-        else:
-            known = not _ends_differ(arguments)
-        if known:
-            setattr(mask, LEFT_OUT, (window,))
+    window = arguments.get("local_size")
+    whole = window is None or not _ends_differ(arguments)
+    if arguments["attention_mask"] is None and _is_causal(arguments) and whole:
+        setattr(mask, LEFT_OUT, (window,))
     return mask
 
 
 def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Callable[..., Any]:
     name = None if enabled is None else enabled.previous_of(hf_config)
-    if name is None or name == NAME:
-        return sdpa_mask
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name or "sdpa", sdpa_mask)
 
 
 def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from h2o_prefill._library import build_info
 from h2o_prefill.hf.cache import ChunkedPrefillCache, adopt, cache_argument
 
 OTHER_CACHE = (
@@ -26,11 +23,7 @@ _OF_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 
 
 class StageCache(ChunkedPrefillCache):
-    """The cache of a stage: it has the number of tokens from a layer that is here.
-
-    Transformers asks the first layer for it, which is elsewhere for all stages but one: positions
-    would begin at 0 in every call.
-    """
+    """The cache of a stage: a layer that is here counts its tokens, not the first one."""
 
     span: range  # the layers of this process
     coming: Tensor | None = None  # ids [B, n] of a forward that gets hidden states instead
@@ -71,11 +64,10 @@ class StageCache(ChunkedPrefillCache):
 
 
 class Stage(nn.Module):
-    """The layers of this process as a function of one call of a prompt.
+    """The layers of this process as a function of one call of a prompt with ids [B, T], or None.
 
     It takes ids [B, n] or embeddings on the first rank, on the others the hidden states of the one
-    before. It returns hidden states, on the last rank logits. `ids` [B, T] are the prompt's tokens,
-    None if unknown.
+    before. It returns hidden states, on the last rank logits.
     """
 
     def __init__(self, model: Any, cache: StageCache, ids: Tensor | None) -> None:
@@ -126,23 +118,15 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
 def check_heads_here(model: Any) -> None:
     """Raise ValueError if tensor parallelism does not give every process as many KV heads."""
     count = getattr(model, "_tp_size", None) or 1
-    if count == 1 or not _spreads_keys(model):
+    if count == 1:
         return
-    heads = model.config.get_text_config(decoder=True).num_key_value_heads
-    if heads % count:
-        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")
-
-
-def _spreads_keys(model: nn.Module) -> bool:
-    """Return whether each process has a part of the parameters that make keys."""
     from torch.distributed.tensor import DTensor  # Not every build of PyTorch has it.
 
-    return any(
+    heads = model.config.get_text_config(decoder=True).num_key_value_heads
+    spread = any(  # whether each process has a part of the parameters that make keys
         isinstance(parameter, DTensor) and any(part.is_shard() for part in parameter.placements)
         for name, parameter in model.named_parameters()
         if any(f".{projection}." in name for projection in _OF_KEYS)
     )
-
-
-def versions() -> tuple[str, str, str]:
-    return build_info()["version"], torch.__version__, transformers.__version__
+    if spread and heads % count:
+        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from h2o_prefill._library import build_info
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest
@@ -21,13 +22,7 @@ from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logit
 from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import moving_rope
-from h2o_prefill.hf.parallel import (
-    Stage,
-    StageCache,
-    layers_here,
-    new_cache,
-    versions,
-)
+from h2o_prefill.hf.parallel import Stage, StageCache, layers_here, new_cache
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import check_ids
 
@@ -59,27 +54,22 @@ def chunked_prefill(
     ----------
     model : PreTrainedModel
         A causal decoder. One that is not enabled is for the duration of this call; one that is
-        keeps its settings, so `config`, `tokenizer`, `strict` and overrides must not be given.
+        keeps its settings.
     input_ids : Tensor, list or mapping
         int64 [B, T], the ids of one row or of rows of equal length as lists, or what a tokenizer
         returned, with its attention_mask.
-    config : PrefillConfig or str, optional
-        As for `enable`.
+    config, tokenizer, strict, **overrides
+        As for `enable`, if the model is not enabled.
     attention_mask : Tensor, optional
-        [B, T], or [B, T_total] with the tokens in the cache, as tokenizers return it; without
-        padding: prefill prompts of different lengths one by one.
+        [B, T], or [B, T_total] with the tokens in the cache, without padding.
     inputs_embeds : Tensor, optional
         [B, T, hidden size], instead of input_ids; lexical recall is off then, with a warning.
     chunks_per_call : int
         Chunks that go through the model at once; of stages, those in a step of their schedule.
     cache : ChunkedPrefillCache, optional
         A cache to continue from. Default: a new one.
-    tokenizer, strict
-        As for `enable`.
     on_progress : callable, optional
         Called after each step with the number of tokens that are prefilled, and of all.
-    **overrides
-        Fields of `PrefillConfig` to change.
 
     Returns
     -------
@@ -126,17 +116,22 @@ def chunked_prefill(
     sparse: Any = contextlib.nullcontext(handle)
     if handle is None:
         sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
-    with sparse as used, torch.no_grad(), announce(used.state, past + tokens.shape[1]):
+    length = tokens.shape[1]
+
+    def report(end: int) -> None:
+        if on_progress is not None:
+            on_progress(end, length)
+
+    with sparse as used, torch.no_grad(), announce(used.state, past + length):
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None)
-            sizes = _call_sizes(tokens.shape[1], 1, chosen)
-            return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
-        sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
+            sizes = _call_sizes(length, 1, chosen)
+            return _run_stages(stage, tokens, sizes, chunks_per_call, used, report)
+        sizes = _call_sizes(length, chunks_per_call, chosen)
         options = {**last_logits_only(model), **cache_argument(model, cache), "use_cache": True}
         for end, size in zip(accumulate(sizes), sizes, strict=True):
             output = model(**{name: tokens[:, end - size : end]}, **options)
-            if on_progress is not None:
-                on_progress(end, tokens.shape[1])
+            report(end)
         return output
 
 
@@ -146,7 +141,7 @@ def _run_stages(
     sizes: list[int],
     chunks_per_call: int,
     handle: PrefillHandle,
-    on_progress: Callable[[int, int], None] | None,
+    report: Callable[[int], None],
 ) -> CausalLMOutputWithPast:
     """Prefill with the other stages of a model."""
     # Not every build of PyTorch has what this needs.
@@ -158,7 +153,7 @@ def _run_stages(
         {
             "settings": handle.state.resolve(model, stage.begin + tokens.shape[1]).to_string(),
             "tokenizer": digest(handle.state.token_text),
-            "versions": versions(),
+            "versions": (build_info()["version"], torch.__version__, transformers.__version__),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
             "number of cached tokens": stage.begin,
@@ -176,8 +171,7 @@ def _run_stages(
         nonlocal done
         done += step
         bar.update(step)
-        if on_progress is not None:
-            on_progress(done, tokens.shape[1])
+        report(done)
 
     try:
         with bar:
@@ -223,11 +217,9 @@ def read_prompt(
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
     """Return the kind of rotary embeddings if they change within so many tokens, else None."""
     config = model.config.get_text_config(decoder=True)
-    rope, name = moving_rope(config), "original_max_position_embeddings"
-    if rope is None:
-        return None
+    rope, name = moving_rope(config) or {}, "original_max_position_embeddings"
     trained = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
-    return rope["rope_type"] if length > trained else None
+    return rope["rope_type"] if rope and length > trained else None
 
 
 def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:

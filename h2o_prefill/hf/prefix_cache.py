@@ -48,13 +48,8 @@ class PrefixCache:
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, states and token ids; above it, the least recently used chunks
-        are removed.
-
-    Raises
-    ------
-    ValueError
-        If `max_bytes` is negative.
+        Most bytes of keys, values, states and token ids, at least 0; above it, the least recently
+        used chunks are removed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -85,8 +80,8 @@ class PrefixCache:
         model : PreTrainedModel
             The model. One that is not enabled prefills nothing.
         input_ids : Tensor, list or mapping
-            int64 [1, T], the whole prompt without padding, also as lists, or what a tokenizer
-            returned.
+            int64 [1, T], without padding, also as lists, or what a tokenizer returned; ValueError
+            for others.
 
         Returns
         -------
@@ -95,11 +90,6 @@ class PrefixCache:
         int
             How many of its tokens were stored already: prefilled with this model, its weights,
             active adapters, settings, tokenizer and autocast dtype.
-
-        Raises
-        ------
-        ValueError
-            If `input_ids` is not of this form, or has ids beyond the vocabulary.
         """
         _, input_ids = read_prompt(input_ids, None, None, 0, model)
         if input_ids.shape[0] != 1:

@@ -11,17 +11,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import PrefillConfig, crossover_text
-from h2o_prefill.hf.forward import EnabledState, LayerCalls
+from h2o_prefill.hf.call import NOT_ENABLED
 from h2o_prefill.hf.kinds import (
     NAME,
     WINDOWED,
+    EnabledState,
+    LayerCalls,
     is_causal,
     is_cross_attention,
     layer_type,
     window_of,
 )
-from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
+
+EMPTY = "the memory set is empty (K + L + H = 0)"
 
 # Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
 _IN_WORDS = {
@@ -94,17 +97,18 @@ class ModelReport:
 
 def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
     """Return what each attention layer of a model does; `enabled` is None if it is not enabled."""
-    name, runs = type(model).__name__, None if enabled is None else NAME
-    layers = tuple(_report(module, enabled) for module in attention_layers(model, runs))
+    modules = attention_layers(model, None if enabled is None else NAME)
+    name, layers = type(model).__name__, tuple(_report(module, enabled) for module in modules)
     if enabled is None:
         return ModelReport(name, "", layers)
-    shortest, crossover = None, ""
-    if enabled.config.is_auto:
-        shortest = enabled.shortest_sparse_prompt(model)
-        crossover = crossover_text(enabled.like(model), shortest)
+    config, shortest, crossover = enabled.config, None, ""
+    if config.is_auto:
+        like = enabled.like(model)
+        shortest = config.shortest_sparse_prompt(like)
+        crossover = crossover_text(like, shortest)
     measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
-    kl = tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
-    return ModelReport(name, enabled.config.to_string(), layers, kl, shortest, crossover)
+    kl = tuple(estimated_kl(measured, config).tolist()) if measured else None
+    return ModelReport(name, config.to_string(), layers, kl, shortest, crossover)
 
 
 def no_model(value: Any) -> ValueError:
@@ -117,14 +121,13 @@ def no_model(value: Any) -> ValueError:
 
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention layer, or a part of one."""
-    name = type(module).__name__
-    return any(word in name for word in ("Attention", "Attn", "MLA"))
+    return any(word in type(module).__name__ for word in ("Attention", "Attn", "MLA"))
 
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     """Return the numbered attention layers of a model by number, if they run `implementation`."""
 
-    def fits(module: nn.Module) -> bool:
+    def fits(module: Any) -> bool:
         name = getattr(getattr(module, "config", None), "_attn_implementation", "")
         numbered = isinstance(getattr(module, "layer_idx", None), int) and _is_attention(module)
         return numbered and name != "" and implementation in (None, name)
@@ -138,7 +141,7 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     calls, reason, error = LayerCalls(), NOT_ENABLED, None
     if enabled is not None:
         calls = enabled.calls.get(number, calls)
-        reason = _why_dense(module, enabled, calls)
+        reason = _why_dense(module, enabled.config, calls)
         if (errors := enabled.errors.get(number)) is not None:
             total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
             error = total / chunks if chunks else None
@@ -146,51 +149,44 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     return LayerReport(number, kind, "dense" if reason else "sparse", error=error, **counts)
 
 
-def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
-    if enabled.config.exact:
-        return "exact"
-    if module.layer_idx in enabled.config.dense_layers:
+def _why_dense(module: Any, config: PrefillConfig, calls: LayerCalls) -> str:
+    if config.exact or config.memory_size == 0:
+        return "exact" if config.exact else EMPTY
+    if module.layer_idx in config.dense_layers:
         return "one of dense_layers"
     kind, window = layer_type(module).replace("_", " "), window_of(module)
     if window is not None:
         kind += ", exact"
-    if not _can_be_sparse(module, enabled.config):
+    if not _can_be_sparse(module, config):
         return "not causal" if kind == "full attention" else kind
-    if calls.sparse_calls or calls.reason:
+    if calls.sparse_calls or calls.reason or window is None:
         return "" if calls.sparse_calls else calls.reason
-    return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"
-
-
-def _chooses_keys(module: nn.Module) -> bool:
-    """Return whether a layer reads its mask to choose keys, as DSA and Doge do."""
-    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
+    return f"{kind}; sparse for prompts of up to {window} tokens"
 
 
 def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     """Return whether some calls of an attention layer are sparse, by its kind."""
-    if not is_causal(module):
-        return False
-    window = window_of(module)
+    window, fits = window_of(module), layer_type(module) == "full_attention"
     if window is not None:
-        return window > config.chunk_size and config.is_long_call(0, window)
-    return layer_type(module) == "full_attention"
+        fits = window > config.chunk_size and config.is_long_call(0, window)
+    return fits and is_causal(module)
 
 
 def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillConfig) -> list[Any]:
     """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
 
-    These are layers that say that they are not causal: encoders, and decoders which leave
-    causality to their masks; and layers that choose keys among those that the mask shows, unless
-    the config has others which can be sparse. In a model whose layers add the mask to their logits
-    themselves, and so have no config that could name our attention function, it is all `configs`.
+    Layers that say that they are not causal: encoders, and decoders which leave causality to their
+    masks. Layers that choose keys among those that the mask shows, as DSA and Doge do, unless the
+    config has others which can be sparse. All `configs` if no layer has one, to name our function.
     """
     numbered = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
-    switched: list[Any] = [module for module in numbered if hasattr(module, "config")]
-    if numbered and not switched:
+    layers: list[Any] = [module for module in numbered if hasattr(module, "config")]
+    if numbered and not layers:
         return configs
-    others = [m.config for m in switched if _can_be_sparse(m, config) and not _chooses_keys(m)]
-    choosing = [m.config for m in switched if _chooses_keys(m)]
-    by_choice = [one for one in choosing if all(one is not other for other in others)]
+    choosers = ("indexer", "prepare_dynamic_mask")
+    choosing = [m for m in layers if any(getattr(m, x, None) is not None for x in choosers)]
+    others = [m.config for m in layers if _can_be_sparse(m, config) and m not in choosing]
+    by_choice = [m.config for m in choosing if all(m.config is not other for other in others)]
     return by_choice + [
         module.config
         for path, module in model.named_modules()
@@ -202,8 +198,8 @@ def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillCo
 
 def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     """Record the kinds of the layers of an enabled model; report if none can be sparse."""
-    layers = attention_layers(model, NAME)
-    candidates = [layer for layer in layers if _can_be_sparse(layer, enabled.config)]
+    layers, config = attention_layers(model, NAME), enabled.config
+    candidates = [layer for layer in layers if _can_be_sparse(layer, config)]
     windows = [window_of(layer) for layer in candidates]
     enabled.only_windows = bool(windows) and None not in windows
     # DeepSeek V4 hides compressed keys by its mask, in addition to its window.
@@ -212,7 +208,10 @@ def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     if enabled.leaves_window_masks:
         sliding = (layer for layer in layers if layer_type(layer) != "chunked_attention")
         enabled.windows = {window_of(layer) for layer in sliding}
-    if not candidates and (why := _why_none_sparse(model, layers)):
+    why = "" if candidates else _why_none_sparse(model, layers)
+    if not config.exact and config.memory_size == 0:
+        why = EMPTY
+    if why:
         enabled.report(f"no layer of {type(model).__name__} can be sparse: {why}")
 
 

@@ -97,7 +97,7 @@ def static_caches(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run every test without gradients; a warning of ours that no test expects is an error."""
-    from h2o_prefill.hf.forward import DEFAULT_STATE
+    from h2o_prefill.hf.kinds import DEFAULT_STATE
 
     monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     with torch.no_grad(), warnings.catch_warnings():

@@ -75,26 +75,26 @@ def shared_keys(model, ids, patch):
         layer.self_attn.is_kv_shared_layer = True
 
 
-HISTORY = "a cache that was not filled by this model"
+HISTORY = "not filled by this model"
 # Family; what is changed, and the inputs; a part of the reason.
 REASONS = [
-    ("llama", a_4d_mask, "custom attention mask"),
-    ("llama", lambda *_: PACKED, "packed sequences, or an overlaid mask"),
-    ("llama", lambda *_: dict.fromkeys(PACKING, BOUNDS), "packed sequences are not supported"),
-    ("llama", the_width_of_an_encoder, "encoder-decoder models"),
-    ("llama", its_own_masks, "makes its own masks"),
+    ("llama", a_4d_mask, "not plain causal"),
+    ("llama", lambda *_: PACKED, "not plain causal"),
+    ("llama", lambda *_: dict.fromkeys(PACKING, BOUNDS), "packed sequences"),
+    ("llama", the_width_of_an_encoder, "encoder-decoders"),
+    ("llama", its_own_masks, "or of the model"),
     ("llama", lambda model, *_: model.train() and {}, "training mode"),
-    ("llama", lambda *_: torch.set_grad_enabled(True) and {}, "gradients are on"),
+    ("llama", lambda *_: torch.set_grad_enabled(True) and {}, "gradients"),
     ("llama", lambda *_: {"output_attentions": True}, "output_attentions"),
     # Windows, whose mask the model's own function then gets.
     ("gemma3", lambda model, *_: model.train() and {}, "training mode"),
-    ("gemma3", lambda *_: torch.set_grad_enabled(True) and {}, "gradients are on"),
+    ("gemma3", lambda *_: torch.set_grad_enabled(True) and {}, "gradients"),
     ("gemma3", lambda *_: {"output_attentions": True}, "output_attentions"),
-    ("llama", no_index, "do not know their index"),
-    ("llama", shared_keys, "share the keys"),
+    ("llama", no_index, "have no number"),
+    ("llama", shared_keys, "layers share"),
     # The silent mistake to fear: no mask, and sdpa takes the first keys instead of all of them.
     *((name, a_full_cache(n), HISTORY) for name in ("llama", "gemma3", "llama4") for n in (20, 1)),
-    ("llama", a_full_static_cache, "static caches that were filled"),
+    ("llama", a_full_static_cache, "not filled by this model"),
     ("mistral-window", lambda *_: {}, "that the prompt does not fit into"),
     ("vision", an_image, "not plain causal"),
 ]
@@ -128,8 +128,8 @@ def test_calls_that_are_dense_and_said(
     [
         ({"dropout": 0.1}, "dropout"),
         ({"position_bias": torch.zeros(1, 4, 72, 72)}, "position_bias"),
-        ({"indices": torch.zeros(1, 72, 8)}, "its own keys"),
-        ({"cache": object()}, "paged"),
+        ({"indices": torch.zeros(1, 72, 8)}, "the model chooses"),
+        ({"cache": object()}, "keeps no state"),
     ],
 )
 def test_arguments_that_make_a_call_dense(llama, ids, monkeypatch, arguments, reason):
@@ -180,15 +180,17 @@ def test_an_empty_memory_set_is_dense(llama, ids):
     with pytest.warns(UserWarning, match="every call is dense"):
         empty = PrefillConfig(chunk_size=16, local_window=0, heavy_budget=0)
     stock = llama(ids).logits
-    with enable(llama, empty), pytest.warns(UserWarning, match="the memory set is empty"):
+    with pytest.warns(UserWarning, match="the memory set is empty"), enable(llama, empty):
         assert_close(llama(ids).logits, stock)
         assert sum(sparse_rows(llama)) == 0
+    with pytest.raises(NotImplementedError, match="the memory set is empty"):
+        enable(llama, empty, strict=True)
 
 
 def test_settings_by_layer_need_numbers(build, ids):
     model = build("Zamba2ForCausalLM")
     stock = model(ids).logits
-    with enable(model, dense_layers=(1,), **SPARSE), pytest.warns(match="cannot tell them apart"):
+    with enable(model, dense_layers=(1,), **SPARSE), pytest.warns(match="have no number"):
         assert_close(model(ids).logits, stock, 1e-4)
 
 

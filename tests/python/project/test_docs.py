@@ -9,24 +9,18 @@ import pytest
 import torch
 
 import h2o_prefill
-from h2o_prefill.hf import forward, kinds, rules
+from h2o_prefill.hf import call, forward, kinds, report
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
 BOOK = ROOT / "tests/python/eval/struggle_for_existence.txt"
 
-# Those that functions choose from, beside those in the table.
-OTHERS = {
-    *(kinds.NO_INDEX, kinds.ENCODER_DECODER, kinds.SHARED_KEYS, rules.EMPTY, rules.PADDED),
-    *(rules.NOT_CAUSAL, rules.CUSTOM_MASK, rules.OWN_MASKS, forward.NO_IDS, forward.CHANGED),
-    *rules.ARGUMENTS.values(),
-}
-
-
-def reasons():
-    table = {why for _, why in (*rules.SETTINGS, *rules.CALLS, *rules.EAGER, *rules.GRAPH)}
-    return sorted({why for why in table | OTHERS if isinstance(why, str)} - {""})
+REASONS = [
+    *(call.TRACED, call.NOT_ENABLED, call.TRAINING, call.WEIGHTS, call.WINDOWS, call.NO_STATE),
+    *(forward.MASK, forward.PADDED, forward.CHANGED, forward.NO_IDS),
+    *(kinds.NO_INDEX, kinds.UNSUPPORTED, report.EMPTY),
+]
 
 
 def prose(page):
@@ -37,7 +31,7 @@ def words(text):
     return re.sub(r"[`*\s]+", " ", text)
 
 
-@pytest.mark.parametrize("reason", reasons())
+@pytest.mark.parametrize("reason", REASONS)
 def test_the_faq_has_every_reason_for_dense_attention(reason):
     # The text after a semicolon is advice already.
     assert words(reason.split(";")[0]) in words((DOCS / "faq.md").read_text())
