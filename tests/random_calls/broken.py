@@ -103,7 +103,8 @@ def _kinds(operator: str, a: Arguments) -> Changes:
             continue
         if isinstance(x.type, torch.TensorType):
             changes[f"{x.name} is none"] = {x.name: None}
-        changes[f"{x.name} is sparse"] = {x.name: Ints(1, tensor.shape, tensor.dtype, "sparse")}
+        if not (decodes and x.name in RECALL):  # which a dense call ignores
+            changes[f"{x.name} is sparse"] = {x.name: Ints(1, tensor.shape, tensor.dtype, "sparse")}
         is_written = x.is_write and not decodes and not ("cache" in x.name and a["k"] is None)
         if is_written and max(tensor.shape, default=0) > 1 and 0 not in tensor.shape:
             changes[f"{x.name} is expanded"] = {x.name: replace(tensor, layout="expanded")}
