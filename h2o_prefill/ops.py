@@ -101,9 +101,8 @@ def dense_attention(
     """Attend causally to the whole history: exact, without scores. Returns out.
 
     Without sinks and softcap this calls PyTorch's attention where that is faster: on the CPU for
-    few rows of float32 (fewer than 16 that share a KV head, or 64 if every query head has its own)
-    and for 2 to 15 rows of bfloat16, on CUDA for one row and for as many rows as keys, and for
-    float64.
+    fewer than 64 rows of float32 where every query head has its own KV head, on CUDA for one row
+    and for as many rows as keys, and for float64.
     """
 
 

@@ -44,8 +44,8 @@ H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
 
 // Exact causal attention: q [B, Hq, Tq, D] are the last rows of the history k [B, Hkv, T, D],
 // v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv]. Without sinks and softcap PyTorch's attention computes it
-// where that is faster: on CPU for few rows of float32 (fewer than 16 that share a KV head, or 64
-// where every query head has its own) and for 2 to 15 of bfloat16; and for float64.
+// where that is faster: on CPU for fewer than 64 rows of float32 where every query head has its own
+// KV head; and for float64.
 H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    std::optional<double> scale = std::nullopt,
                                    const std::optional<at::Tensor>& sinks = std::nullopt,

@@ -77,31 +77,36 @@ struct AttendRowsArgs {
   float* scratch;     // scratch_floats(...) floats, of one thread
 };
 
-// One row of all heads of a group, and keys as they lie in a tensor.
+// A few rows of all heads of a group, and keys as they lie in a tensor.
 struct AttendTokenArgs {
-  const void* query;  // of the first head, the others query_stride elements after each other
-  const void* keys;   // first visible row
+  const void* query;  // of the first head and row
+  const void* keys;   // first row
   const void* values;
   DType dtype;
-  int64_t query_stride;
+  int64_t head_stride;  // of the query, in elements as the others
+  int64_t row_stride;
   int64_t key_stride;
   int64_t value_stride;
   int64_t heads;
+  int64_t rows;
   int64_t count;  // keys, at least 1
+  int64_t begin;  // row r sees keys [begin + r, limit + r), as far as they are there
+  int64_t limit;
   int64_t head_dim;
   int64_t value_dim;
   float scale;
   float softcap;   // as of AttendRowsArgs
-  float* m;        // [heads], the highest logit in base 2
-  float* l;        // [heads], the sum of exp2(logit - m)
-  float* out;      // [heads, value_dim], numerators
-  float* scratch;  // scratch_floats() floats
+  float* m;        // [heads, rows], the highest logit in base 2
+  float* l;        // [heads, rows], the sum of exp2(logit - m)
+  float* out;      // [heads, rows, value_dim], numerators
+  float* scratch;  // scratch_floats(heads * rows, ...) floats
 
-  static constexpr int kHeads = 4;         // at most, of a pass
-  static constexpr int kWidestPanel = 32;  // keys of a panel, at most
+  static constexpr int kWidestPanel = 32;  // keys of a panel and elements of a block, at most
+  static constexpr int kKeys = 64;         // whose rows are copied at once, at most
 
-  static int64_t scratch_floats(int64_t head_dim, int64_t count) {
-    return kHeads * (head_dim + count + 2 * kWidestPanel);
+  static int64_t scratch_floats(int64_t rows, int64_t head_dim, int64_t value_dim, int64_t count) {
+    const int64_t widest = (head_dim > value_dim ? head_dim : value_dim) + kWidestPanel;
+    return rows * (head_dim + value_dim + count + 3 * kWidestPanel) + kKeys * widest;
   }
 };
 

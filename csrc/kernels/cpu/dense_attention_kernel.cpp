@@ -18,15 +18,11 @@ namespace {
 constexpr int64_t kStep = 1024;
 
 // Whether these kernels are faster than PyTorch's attention, which packs no keys for few rows but
-// copies grouped KV heads, and which has no fast path for float16 or a single row of bfloat16.
+// copies grouped KV heads, and which has no fast path for float16 or a few rows of bfloat16.
 bool is_faster(const AttentionArguments& x) {
   const at::Tensor &q = x.query, &k = x.key;
-  const int64_t group = q.size(1) / k.size(1);
-  const bool is_bfloat16 = q.scalar_type() == at::kBFloat16;
-  if (q.scalar_type() == at::kHalf) return true;
-  if (q.size(2) == 1) return is_bfloat16 || group > 1;
-  const int64_t rows = q.size(2) * group;  // that share packed keys
-  return rows >= (is_bfloat16 || group > 1 ? 16 : 64);
+  constexpr int64_t kFewestRows = 64;
+  return q.scalar_type() != at::kFloat || q.size(1) > k.size(1) || q.size(2) >= kFewestRows;
 }
 
 // The key ranges of a step's rows, as far as a row's window reaches: their own first, then the
@@ -64,65 +60,75 @@ at::Tensor attend_rows_of_step(AttendChunk& attend, const AttentionArguments& x,
   return lse;
 }
 
-// Keys of a task of attend_token().
+// Keys of a task of attend_token(), and rows of a KV head's queries for which packing keys costs
+// more.
 constexpr int64_t kTokenKeys = 512;
+constexpr int64_t kTokenRows = 16;
 
-// One row of each head, whose visible keys are the last `count`: they are not packed, as each is
-// read once. Returns the outputs in float32, [B, Hq, 1, Dv].
-at::Tensor attend_token(const AttentionArguments& x, int64_t count, const at::Tensor& lse) {
+// A few rows of each head: keys are not packed, as each is read once. Returns the outputs in
+// float32, [B, Hq, T, Dv].
+at::Tensor attend_token(const AttentionArguments& x, int64_t window, const at::Tensor& lse) {
   const HeadsView query = heads_view(x.query), key = heads_view(x.key), value = heads_view(x.value);
   const int64_t units = key.batch * key.heads, group = query.heads / key.heads;
-  const int64_t parts = divide_up(count, kTokenKeys), first = key.length - count;
-  const int64_t width = group * (value.dim + 2);  // m, l and numerators of a part
-  const int64_t scratch = AttendTokenArgs::scratch_floats(key.dim, kTokenKeys);
-  const bool serial = units * count * group * (key.dim + value.dim) < kSerialWork;
+  const int64_t length = x.length(), rows = group * length;
+  const int64_t begin_of_first = x.past() - window + 1;  // its window's
+  const int64_t first = std::max<int64_t>(0, begin_of_first), count = key.length - first;
+  const int64_t parts = divide_up(count, kTokenKeys);
+  const int64_t width = rows * (value.dim + 2);  // m, l and numerators of a part
+  const int64_t scratch = AttendTokenArgs::scratch_floats(rows, key.dim, value.dim, kTokenKeys);
+  const bool serial = units * count * rows * (key.dim + value.dim) < kSerialWork;
   const int64_t threads = serial ? 1 : at::get_num_threads();
   const auto floats = x.query.options().dtype(at::kFloat);
   const auto partial = at::empty({units * parts * width + threads * scratch}, floats);
-  const auto out = at::empty({key.batch, query.heads, 1, value.dim}, floats);
+  const auto out = empty_heads(key.batch, query.heads, length, value.dim, partial);
   float* const results = partial.mutable_data_ptr<float>();
   for_each_task(TaskRange{units * parts}, threads, [&](int64_t task, int64_t thread) {
-    const int64_t unit = task / parts, begin = task % parts * kTokenKeys;
+    const int64_t unit = task / parts, begin = first + task % parts * kTokenKeys;
     const int64_t b = unit / key.heads, h = unit % key.heads;
     float* const result = results + task * width;
     cpu_kernels().attend_token({.query = query.row(b, h * group, 0),
-                                .keys = key.row(b, h, first + begin),
-                                .values = value.row(b, h, first + begin),
+                                .keys = key.row(b, h, begin),
+                                .values = value.row(b, h, begin),
                                 .dtype = query.dtype,
-                                .query_stride = query.stride_head,
+                                .head_stride = query.stride_head,
+                                .row_stride = query.stride_row,
                                 .key_stride = key.stride_row,
                                 .value_stride = value.stride_row,
                                 .heads = group,
-                                .count = std::min(kTokenKeys, count - begin),
+                                .rows = length,
+                                .count = std::min(kTokenKeys, key.length - begin),
+                                .begin = begin_of_first - begin,
+                                .limit = x.past() + 1 - begin,
                                 .head_dim = key.dim,
                                 .value_dim = value.dim,
                                 .scale = static_cast<float>(x.scale()),
                                 .softcap = static_cast<float>(bounded_softcap(x.softcap)),
                                 .m = result,
-                                .l = result + group,
-                                .out = result + 2 * group,
+                                .l = result + rows,
+                                .out = result + 2 * rows,
                                 .scratch = results + units * parts * width + thread * scratch});
   });
   float* const total = out.mutable_data_ptr<float>();
-  for (int64_t head = 0; head < units * group; ++head) {
-    const float* part = results + head / group * parts * width;
-    const int64_t g = head % group;
+  for (int64_t i = 0; i < units * rows; ++i) {
+    const float* part = results + i / rows * parts * width;
+    const int64_t r = i % rows, head = i / length % query.heads;
     float m = kNegInf, l = 0.0F;
-    float* const row = total + head * value.dim;
+    const int64_t token = i / length / query.heads * length + i % length;
+    float* const row = total + (token * query.heads + head) * value.dim;
     std::fill_n(row, value.dim, 0.0F);
-    for (int64_t i = 0; i < parts; ++i, part += width) {
-      const MergeFactors factors = merge_factors(m, part[g]);
+    for (int64_t p = 0; p < parts; ++p, part += width) {
+      const MergeFactors factors = merge_factors(m, part[r]);
       m = factors.m;
-      l = l * factors.a + part[group + g] * factors.b;
-      const float* const numerator = part + 2 * group + g * value.dim;
+      l = l * factors.a + part[rows + r] * factors.b;
+      const float* const numerator = part + 2 * rows + r * value.dim;
       for (int64_t d = 0; d < value.dim; ++d) {
         row[d] = row[d] * factors.a + numerator[d] * factors.b;
       }
     }
-    const float sink = x.sinks ? x.sink_data()[head % query.heads] : kNegInf;
+    const float sink = x.sinks ? x.sink_data()[head] : kNegInf;
     const FinishedRow finished = finish_row(m, l, sink * kLog2E);
     for (int64_t d = 0; d < value.dim; ++d) row[d] *= finished.weight;
-    if (lse.defined()) lse.mutable_data_ptr<float>()[head] = finished.lse;
+    if (lse.defined()) lse.mutable_data_ptr<float>()[i] = finished.lse;
   }
   return out;
 }
@@ -133,7 +139,7 @@ at::Tensor attend_in_window(const AttentionArguments& arguments, int64_t window,
                             const at::Tensor& lse) {
   const AttentionArguments x = arguments.with_rows(&with_contiguous_rows);
   const int64_t length = x.length();
-  if (length == 1) {
+  if (length == 1 || length * x.query.size(1) / x.key.size(1) <= kTokenRows) {
     return attend_token(x, std::min(window, x.total()), lse).to(x.query.scalar_type());
   }
   const int64_t step = std::min(length, kStep);

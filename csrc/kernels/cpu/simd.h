@@ -181,6 +181,26 @@ H2O_INLINE void transpose(Vec (&x)[kLanes]) {
   }
 }
 
+// Lanes whose number has the bit kBit are those of b, the others of a, each plus the one beside it
+// by that bit.
+template <int kBit>
+H2O_INLINE Vec add_beside(Vec a, Vec b) {
+#define H2O_FROM(i) (i) ^ kBit
+  const IntVec of_b = (lane_numbers() & kBit) != 0;
+  const Vec beside = of_b ? a : b;
+  return (of_b ? b : a) + __builtin_shufflevector(beside, beside, H2O_LANES(H2O_FROM));
+#undef H2O_FROM
+}
+
+// Lane i of the result is the sum of the lanes of x[i], which is changed.
+template <int kBit = kLanes / 2>
+H2O_INLINE Vec add_lanes(Vec (&x)[kLanes]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kBit; ++i) x[i] = add_beside<kBit>(x[i], x[i + kBit]);
+  if constexpr (kBit > 1) return add_lanes<kBit / 2>(x);
+  return x[0];
+}
+
 H2O_INLINE float reduce_max(Vec x) {
   if constexpr (kLanes == 16) x = max(x, rotate<8>(x));
   if constexpr (kLanes >= 8) x = max(x, rotate<4>(x));

@@ -1,5 +1,5 @@
-// pack_keys, pack_values and attend_rows of one instruction set, H2O_ISA, against float64: their
-// vectors, and where they write. The operators are compared in Python, where that runs.
+// pack_keys, pack_values, attend_rows and attend_token of one instruction set, H2O_ISA, against
+// float64: their vectors, and where they write. The operators are compared in Python, where that runs.
 //
 // Needs nothing but a compiler, so that it can be built for other processors. An argument n takes
 // every n-th problem. Exit status 77: this CPU does not have the instruction set.
@@ -162,6 +162,72 @@ void test_nan_in_a_key() {
   }
 }
 
+// attend_token: a window of at most `window` keys for each of a head's rows, the last of all keys
+// for the last one.
+void check_token(ProblemSpec spec, int64_t heads, int64_t count, int64_t window) {
+  if (problems++ % every != 0) return;
+  const CpuKernels& kernels = H2O_ISA::kCpuKernels;
+  const int64_t rows = spec.rows, all = heads * rows;
+  SetSpec set{count, {}, /*gathered=*/false, /*wants_colsum=*/false};
+  for (int64_t r = 0; r < all; ++r) {
+    const int64_t limit = std::max<int64_t>(0, count - rows + r % rows + 1);
+    set.limits.push_back(static_cast<int32_t>(limit));
+    set.begins.push_back(static_cast<int32_t>(std::max<int64_t>(0, limit - window)));
+  }
+  spec.rows = all, spec.out_dtype = DType::kFloat32, spec.sets = {set};
+  const Problem problem = make_problem(spec);
+  const ProblemSet& keys = problem.sets[0];
+  Outcome result{Rows(DType::kFloat32, all, spec.value_dim), Buffer(all), {Buffer(count)}, true};
+  for (int64_t j = 0; j < count; ++j) {
+    result.colsum[0].data()[j] = static_cast<float>(colsum_before(j));
+  }
+  Buffer m(all), l(all), out(all * spec.value_dim);
+  Buffer scratch(AttendTokenArgs::scratch_floats(all, spec.head_dim, spec.value_dim, count));
+  kernels.attend_token({.query = problem.query.data(),
+                        .keys = keys.keys.data(),
+                        .values = keys.values.data(),
+                        .dtype = spec.dtype,
+                        .head_stride = rows * problem.query.stride(),
+                        .row_stride = problem.query.stride(),
+                        .key_stride = keys.keys.stride(),
+                        .value_stride = keys.values.stride(),
+                        .heads = heads,
+                        .rows = rows,
+                        .count = count,
+                        .begin = count - rows + 1 - window,
+                        .limit = count - rows + 1,
+                        .head_dim = spec.head_dim,
+                        .value_dim = spec.value_dim,
+                        .scale = spec.scale,
+                        .softcap = spec.softcap,
+                        .m = m.data(),
+                        .l = l.data(),
+                        .out = out.data(),
+                        .scratch = scratch.data()});
+  for (int64_t r = 0; r < all; ++r) {
+    result.lse.data()[r] = natural_lse(m[r], l[r]);
+    for (int64_t d = 0; d < spec.value_dim; ++d) {
+      result.out.set(r, d, out[r * spec.value_dim + d] * inverse_denominator(l[r]));
+    }
+  }
+  for (const Buffer* buffer : {&m, &l, &out, &scratch}) result.kept_within &= buffer->kept_within();
+  check(describe(spec), mistakes(kernels, problem, solve(problem), result));
+}
+
+void test_tokens() {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t dim : {1, 12, 64, 80, 128}) {
+      for (int64_t rows = 1; rows <= 7; ++rows) {
+        ProblemSpec spec = usual("token", dtype, {});
+        spec.rows = rows, spec.head_dim = dim, spec.value_dim = rows % 2 ? dim : 72 + dim % 16;
+        spec.scale = rows == 3 ? -0.3F : usual_scale(dim), spec.softcap = rows == 4 ? 2.0F : 0.0F;
+        spec.gap = rows % 3;
+        for (const int64_t count : {1, 5, 64, 200}) check_token(spec, 1 + rows % 3, count, 50);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace testing
 }  // namespace h2o_prefill
@@ -186,6 +252,7 @@ int main(int argc, char** argv) {
   test_large_logits();
   test_sinks_and_softcaps();
   test_nan_in_a_key();
+  test_tokens();
   if (failures) {
     std::printf("%d of %d checks failed\n", failures, checks);
     return 1;
