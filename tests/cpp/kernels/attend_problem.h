@@ -15,6 +15,7 @@ struct SetSpec {
   std::vector<int32_t> limits = {};  // empty: every row sees all
   bool gathered = false;             // by a list of positions in no order, with repetitions
   bool wants_colsum = true;
+  std::vector<int32_t> begins = {};  // empty: every row sees all up to its limit
 };
 
 struct ProblemSpec {
@@ -41,6 +42,7 @@ struct ProblemSet {
 
   int64_t source_row(int64_t j) const { return positions.empty() ? j : positions[j]; }
   int64_t limit(int64_t row) const { return spec.limits.empty() ? spec.count : spec.limits[row]; }
+  int64_t begin(int64_t row) const { return spec.begins.empty() ? 0 : spec.begins[row]; }
 };
 
 struct Problem {
@@ -131,7 +133,7 @@ inline Answer solve(const Problem& problem) {
     for (size_t s = 0; s < problem.sets.size(); ++s) {
       const ProblemSet& set = problem.sets[s];
       std::vector<double> of_set;
-      for (int64_t j = 0; j < set.limit(r); ++j) {
+      for (int64_t j = set.begin(r); j < set.limit(r); ++j) {
         const double* const key = &keys[s][set.source_row(j) * dim];
         const double product = std::inner_product(key, key + dim, &query[r * dim], 0.0);
         of_set.push_back(capped(spec.scale * product, spec.softcap));
@@ -139,7 +141,7 @@ inline Answer solve(const Problem& problem) {
       }
       const Softmax row = softmax(of_set, spec.sink);
       for (size_t j = 0; j < of_set.size(); ++j) {
-        answer.colsum[s][j] += row.probabilities[j];
+        answer.colsum[s][set.begin(r) + j] += row.probabilities[j];
       }
       logits.insert(logits.end(), of_set.begin(), of_set.end());
     }

@@ -74,7 +74,7 @@ inline Outcome run(const CpuKernels& kernels, const Problem& problem) {
     sets.push_back({keys[s].data(), values[s].data(), set.spec.count,
                     set.spec.limits.empty() ? nullptr : set.spec.limits.data(),
                     set.spec.wants_colsum ? result.colsum[s].data() : nullptr,
-                    /*begins=*/nullptr});
+                    set.spec.begins.empty() ? nullptr : set.spec.begins.data()});
   }
   Buffer scratch(kernels.scratch_floats(spec.head_dim, spec.value_dim, max_count));
   AttendRowsArgs args{};

@@ -1,5 +1,6 @@
 // pack_keys, pack_values, attend_rows and attend_token of one instruction set, H2O_ISA, against
-// float64: their vectors, and where they write. The operators are compared in Python, where that runs.
+// float64: their vectors, and where they write. The operators are compared in Python, where that
+// runs.
 //
 // Needs nothing but a compiler, so that it can be built for other processors. An argument n takes
 // every n-th problem. Exit status 77: this CPU does not have the instruction set.
@@ -119,6 +120,20 @@ void test_sets() {
 }
 
 // Logits from -100 to 100. Products are exact, so that no more than the exponential is at stake.
+void test_windows() {
+  for (const int32_t window : {1, 5, 16, 31, 32, 50, 200}) {
+    SetSpec own = causal(300), earlier{130};
+    for (int32_t row = 0; row < 70; ++row) {
+      own.begins.push_back(std::max(0, own.limits[row] - window));
+      earlier.begins.push_back(std::min(130, std::max(0, 130 + row - window)));
+    }
+    const std::string name = "window " + std::to_string(window);
+    check_usual(name, {own});
+    check_usual(name, {own, earlier});
+    check_usual(name, {earlier, gathered(45)});
+  }
+}
+
 void test_large_logits() {
   for (const float largest : {100.0F, -100.0F}) {
     check_usual("large logits", {{200}, causal(90)}, [&](ProblemSpec& spec) {
@@ -249,6 +264,7 @@ int main(int argc, char** argv) {
   test_shapes();
   test_row_counts();
   test_sets();
+  test_windows();
   test_large_logits();
   test_sinks_and_softcaps();
   test_nan_in_a_key();
