@@ -141,7 +141,7 @@ template <int registers>
 void wgmma(const hopper::Operands& operands, float (&c)[registers], bool add, Site site) {
   const auto fence = [&] {
     if (!operands.a_registers) return;
-    hopper::fence_operand(*reinterpret_cast<const uint32_t(*)[4]>(operands.a_registers), site);
+    hopper::fence_operand(*reinterpret_cast<const uint32_t (*)[4]>(operands.a_registers), site);
   };
   fence();
   hopper::wgmma_fence();
