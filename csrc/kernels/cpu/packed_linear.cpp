@@ -58,9 +58,10 @@ struct BFloat16Pairs {
   using Rest = BFloat16Rows;
   static constexpr int kGroup = 2;
   static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
-    const Vec pairs = H2O_ISA::load(reinterpret_cast<const float*>(group + v * 2 * kLanes));
-    w[0] = reinterpret_cast<Vec>(reinterpret_cast<UintVec>(pairs) << 16);
-    w[1] = reinterpret_cast<Vec>(reinterpret_cast<UintVec>(pairs) & 0xFFFF0000U);
+    typedef uint32_t Pairs __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
+    const UintVec pairs = *reinterpret_cast<const Pairs*>(group + v * 2 * kLanes);
+    w[0] = reinterpret_cast<Vec>(pairs << 16);
+    w[1] = reinterpret_cast<Vec>(pairs & 0xFFFF0000U);
   }
 };
 
