@@ -81,6 +81,29 @@ def _(a: Any) -> Tensor:
     return a.x.new_empty(*a.x.shape[:2], a.indices.shape[2], a.x.shape[3])
 
 
+@_fake("pack_linear")
+def _(a: Any) -> tuple[Tensor, Tensor]:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+    (outputs, inputs), dtype = a.weight.shape, dtypes[a.format]
+    packed = a.weight.new_empty((outputs + 15) // 16, inputs, 16, dtype=dtype)
+    scales = outputs if a.format == "int8" else 0
+    return packed, a.weight.new_empty(scales, dtype=torch.float32)
+
+
+@_fake("linear")
+def _(a: Any) -> Tensor:
+    torch._check_value(
+        a.x.shape[-1] == a.packed.shape[1],
+        lambda: f"x must have the inputs of packed ({a.packed.shape[1]}), got {list(a.x.shape)}",
+    )
+    return a.x.new_empty(*a.x.shape[:-1], a.outputs)
+
+
+@_fake("packed_embedding")
+def _(a: Any) -> Tensor:
+    return a.scales.new_empty(*a.ids.shape, a.packed.shape[1])
+
+
 @_fake("chunked_sparse_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = a.k.new_empty(a.k.shape[:3], dtype=score_dtype(a.q))

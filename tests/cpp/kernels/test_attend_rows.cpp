@@ -1,6 +1,6 @@
-// pack_keys, pack_values, attend_rows and attend_token of one instruction set, H2O_ISA, against
-// float64: their vectors, and where they write. The operators are compared in Python, where that
-// runs.
+// pack_keys, pack_values, attend_rows, attend_token and packed linear layers of one instruction
+// set, H2O_ISA, against float64: their vectors, and where they write. The operators are compared in
+// Python, where that runs.
 //
 // Needs nothing but a compiler, so that it can be built for other processors. An argument n takes
 // every n-th problem. Exit status 77: this CPU does not have the instruction set.
@@ -10,6 +10,7 @@
 
 #include "kernels/attend_run.h"
 #include "kernels/cpu/cpu_features.h"
+#include "kernels/packed_linear_run.h"
 
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
@@ -243,6 +244,24 @@ void test_tokens() {
   }
 }
 
+void test_packed_linear() {
+  const auto& kernels = *H2O_ISA::kCpuKernels.packed_linear;
+  for (const PanelType type : {PanelType::kBFloat16, PanelType::kFloat16, PanelType::kInt8}) {
+    for (const int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 130}) {
+      for (const int64_t inputs : {1, 2, 35, 643}) {
+        if (problems++ % every != 0) continue;
+        const LayerSpec spec{type, tokens, inputs, 1 + problems % 3, problems % 2 == 0};
+        const std::string name = "panels of type " + std::to_string(static_cast<int>(type)) + ", " +
+                                 std::to_string(tokens) + " tokens, " + std::to_string(inputs) +
+                                 " inputs";
+        check(name, wrong_products(kernels, spec, false));
+        if (tokens <= PackedLinearArgs::kFewTokens)
+          check(name + ", few", wrong_products(kernels, spec, true));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace testing
 }  // namespace h2o_prefill
@@ -269,6 +288,7 @@ int main(int argc, char** argv) {
   test_sinks_and_softcaps();
   test_nan_in_a_key();
   test_tokens();
+  test_packed_linear();
   if (failures) {
     std::printf("%d of %d checks failed\n", failures, checks);
     return 1;
