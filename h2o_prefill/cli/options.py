@@ -114,10 +114,10 @@ class CpuModelOptions:
 
 
 @dataclass(frozen=True)
-class Bfloat16ModelOptions(CpuModelOptions):
-    """A model on the CPU, in bfloat16 unless another data type is given."""
+class AutoModelOptions(CpuModelOptions):
+    """A model on the CPU, in the data type that it multiplies fastest unless one is given."""
 
-    dtype: DtypeOption = "bfloat16"
+    dtype: DtypeOption = "auto"
 
 
 @dataclass(frozen=True)
