@@ -23,13 +23,13 @@ def export(
     capacity: int = typer.Option(
         8192, min=2, help="Maximum number of tokens of prompt and answer together."
     ),
-    weights: Literal["int8"] | None = typer.Option(
-        None, help="Format of the weights in the package.", show_default="--dtype"
-    ),
-    kv: Literal["float16", "float32"] | None = typer.Option(
+    weights: Literal["float32", "bfloat16", "float16", "int8"] | None = typer.Option(
         None,
-        help="Data type of keys and values.",
-        show_default="16 bits: float16, or bfloat16 where the CPU multiplies it",
+        help="Format of the weights. They are multiplied in the data type of --dtype.",
+        show_default="the checkpoint's 16 bits, else float16",
+    ),
+    kv: Literal["float32", "bfloat16", "float16"] | None = typer.Option(
+        None, help="Data type of keys and values.", show_default="--dtype in 16 bits"
     ),
 ) -> None:
     """Write a whole model as a package that runs without Python.

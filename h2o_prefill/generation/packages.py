@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
-from h2o_prefill.generation.weights import with_int8_weights
+from h2o_prefill.generation.weights import keeps_numbers, with_packed_weights
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.package import TOKENIZER, PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import text_for
@@ -28,24 +27,29 @@ def write_package(
 ) -> PackageInfo:
     """Write a model and its tokenizer as a package, a folder; return its metadata.
 
-    With `weights`, "int8", the package has its weights in that format, and the model stays as it
-    is. `kv` is the dtype of keys and values, by default float16 for a float32 model, else the
-    model's. The tokenizer is written for C++ too if openvino_tokenizers is installed.
+    `weights` is the format of linear layers and embeddings, "float32", "bfloat16", "float16" or
+    "int8". It is by default the model's 16 bits; for a float32 model bfloat16 if its weights are
+    numbers of it, else float16. `kv` is the dtype of keys and values, by default the model's 16
+    bits, else float16. The model stays as it is. The tokenizer is written for C++ too if
+    openvino_tokenizers is installed.
     """
-    path = path.expanduser()
-    if weights:
-        model = with_int8_weights(model)
-    if not kv and model.dtype == torch.float32:
+    path, dtype = path.expanduser(), str(model.dtype).removeprefix("torch.")
+    if not weights and dtype == "float32":
+        weights = "bfloat16" if keeps_numbers(model, "bfloat16") else "float16"
+    if not kv and dtype == "float32":
         kv = "float16"
     text = text_for(tokenizer, config)
-    info = describe_package(model, config, capacity, weights, kv, text)
+    packed = with_packed_weights(model, weights) if weights not in ("", dtype) else model
+    # Sessions are of the weights that a package computes with.
+    named = model if keeps_numbers(model, weights or dtype) else packed
+    info = describe_package(named, config, capacity, weights, kv, text)
     tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():
         try:
             write_cpp_tokenizer(tokenizer, path / TOKENIZER)
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
-    return compile_package(export_model(model, info, text), info, path)
+    return compile_package(export_model(packed, info, text), info, path)
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:

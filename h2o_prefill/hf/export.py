@@ -100,8 +100,8 @@ def describe_package(
 ) -> PackageInfo:
     """Return what the package of a model will hold; ValueError if it cannot be exported.
 
-    `weights` tells of what `with_int8_weights` returned; `kv` is the dtype of keys and values, by
-    default the model's; token_text as in `lexical_recall`.
+    `weights` is the format of the weights, `kv` the dtype of keys and values, by default the
+    model's; token_text as in `lexical_recall`.
     """
     hf_config: Any = model.config.get_text_config(decoder=True)
     longest = hf_config.max_position_embeddings

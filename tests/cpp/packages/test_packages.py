@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def package(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("package") / "tiny"
-    types = ("--dtype", "float32", "--kv", "float32")
+    types = ("--dtype", "float32", "--weights", "float32", "--kv", "float32")
     sizes = ("--capacity", CAPACITY, "--preset", SETTINGS)
     result = command("export", "--model", folder, *types, *sizes, "--output", path)
     assert result.exit_code == 0, result.output
@@ -200,7 +200,10 @@ BROKEN = {
     "another option": (("{package}", "{text}", "--sparse"), "usage: "),
     "no package": (("none", "{text}"), "error: there is no package none"),
     "no text": (("{package}", "none.txt"), "error: cannot read none.txt"),
-    "another file": (("{text}", "{text}"), "is no folder that this version's `h2o-prefill export` wrote"),
+    "another file": (
+        ("{text}", "{text}"),
+        "is no folder that this version's",
+    ),
     "too long a text": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
     "another PyTorch": (("{old}", "{text}"), "was written by PyTorch 2.1.0"),
     "another machine": (("{other}", "{text}"), "the package is for riscv64 machines"),
@@ -213,7 +216,8 @@ def changed_metadata(package, path, change):
     """Copy a package whose metadata differ."""
     shutil.copytree(package, path)
     name, version, metadata, weights = torch.load(path / "weights.pt")
-    version = change.get("version", version)
+    change = dict(change)
+    version = change.pop("version", version)
     fields = {k: v for k, v in {**metadata, **change}.items() if v is not None}
     torch.save((name, version, fields, weights), path / "weights.pt")
     return path
@@ -287,7 +291,11 @@ def other_code(folder):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (broken_weights, ValueError, "is no package that `h2o-prefill export` wrote, or is damaged"),
+        (
+            broken_weights,
+            ValueError,
+            "is no package that `h2o-prefill export` wrote, or is damaged",
+        ),
         (broken_names, ValueError, "is no package that `h2o-prefill export` wrote, or is damaged"),
         (broken_code, ValueError, r"code-\w+.so is damaged"),
         (other_code, FileNotFoundError, r"cannot read '.*code-\w+.so'"),
@@ -316,4 +324,3 @@ def test_opening_writes_nothing_and_processes_share_the_weights(package, ids):
     maps = Path("/proc/self/smaps").read_text().split("VmFlags")
     (*_, mapped) = [x for x in maps if str(package / "weights.pt") in x]
     assert " r--s " in mapped and re.search(r"Private_Dirty: +0 kB", mapped)
-
