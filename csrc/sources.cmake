@@ -34,6 +34,7 @@ set(H2O_HOST_SOURCES
     kernels/composite/linear_scan.cpp
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
+    kernels/composite/packed_linear.cpp
     kernels/composite/recall_at_position.cpp
     kernels/composite/select_memory.cpp
     ops/accumulate_scores.cpp
@@ -46,8 +47,11 @@ set(H2O_HOST_SOURCES
     ops/inference_only.cpp
     ops/intra_chunk_attention.cpp
     ops/lexical_recall.cpp
+    ops/linear.cpp
     ops/memory_attention.cpp
     ops/merge_states.cpp
+    ops/pack_linear.cpp
+    ops/packed_embedding.cpp
     ops/prefill_attention.cpp
     ops/recall_at_position.cpp
     ops/select_memory.cpp
@@ -68,6 +72,7 @@ set(H2O_CPU_SOURCES
     kernels/cpu/intra_chunk_attention_kernel.cpp
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
+    kernels/cpu/linear_kernel.cpp
     kernels/cpu/memory_attention_kernel.cpp
     kernels/cpu/error_rows.cpp
     kernels/cpu/memory_set_updater.cpp
@@ -77,7 +82,7 @@ set(H2O_CPU_SOURCES
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
 set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp kernels/cpu/attend_token.cpp kernels/cpu/linear_chunk.cpp
-    kernels/cpu/linear_tokens.cpp)
+    kernels/cpu/linear_tokens.cpp kernels/cpu/packed_linear.cpp)
 
 # Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
 set(H2O_CUDA_SOURCES

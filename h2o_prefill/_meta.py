@@ -46,6 +46,9 @@ _SIZES = {
     "merge_states": "out_a:BHTD out_b:BHTD lse_a:BHT lse_b:BHT",
     "select_memory": "scores:BG_ memory:BG_",
     "gather_rows": "x:BG__ indices:BG_",
+    "pack_linear": "weight:__",
+    "linear": "packed:___ scales:_ bias:_",
+    "packed_embedding": "packed:___ scales:_",
     "chunked_sparse_attention": f"{_OF_HISTORY} {_STATE}",
     "prefill_attention": f"{_OF_HISTORY} {_STATE}",
     "prefill_attention_": f"{_OF_CALL} cache_key:BGCD cache_value:BGCE {_STATE}",
@@ -157,6 +160,29 @@ def _(a: Any) -> Tensor:
 @_fake("gather_rows")
 def _(a: Any) -> Tensor:
     return a.x.new_empty(*a.x.shape[:2], a.indices.shape[2], a.x.shape[3])
+
+
+@_fake("pack_linear")
+def _(a: Any) -> tuple[Tensor, Tensor]:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+    (outputs, inputs), dtype = a.weight.shape, dtypes[a.format]
+    packed = a.weight.new_empty((outputs + 15) // 16, inputs, 16, dtype=dtype)
+    scales = outputs if a.format == "int8" else 0
+    return packed, a.weight.new_empty(scales, dtype=torch.float32)
+
+
+@_fake("linear")
+def _(a: Any) -> Tensor:
+    torch._check_value(
+        a.x.shape[-1] == a.packed.shape[1],
+        lambda: f"x must have the inputs of packed ({a.packed.shape[1]}), got {list(a.x.shape)}",
+    )
+    return a.x.new_empty(*a.x.shape[:-1], a.outputs)
+
+
+@_fake("packed_embedding")
+def _(a: Any) -> Tensor:
+    return a.scales.new_empty(*a.ids.shape, a.packed.shape[1])
 
 
 @_fake("chunked_sparse_attention")

@@ -303,6 +303,46 @@ def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig
 
 
 @_operator
+def pack_linear(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Pack the weight [outputs, inputs] of a linear layer for `linear` and `packed_embedding`.
+
+    Packed weights are the same for all CPUs, are read where they lie, as in a mapped file, and
+    nothing else is copied of them.
+
+    Parameters
+    ----------
+    format : {"bfloat16", "float16", "int8"}
+        int8: rounded to multiples of a scale for each output, its largest magnitude / 127.
+
+    Returns
+    -------
+    packed : Tensor
+        [ceil(outputs / 16), inputs, 16] of that dtype: panels of 16 outputs, the last one filled up
+        with zeros. A panel is [inputs, 16]; of bfloat16, two inputs lie together, [inputs / 2, 16,
+        2], and the last of an odd number alone.
+    scales : Tensor
+        float32 [outputs] of int8, else [0].
+    """
+
+
+@_operator
+def linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """Apply a linear layer with packed weights: x [..., inputs] to [..., outputs].
+
+    Weights, `x` and `bias` [outputs] are converted to float32 (float64 if x is) and multiplied and
+    added so; the result has the dtype of x. Up to 6 tokens take the time of reading the weights.
+    """
+
+
+@_operator
+def packed_embedding(ids: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """Return rows of a packed weight: ids int64 [...], below `outputs`, to float32 [..., inputs].
+
+    A tied embedding so needs no memory of its own.
+    """
+
+
+@_operator
 def lexical_recall(
     token_ids: Tensor, begin: int, settings: PrefillConfig | str, token_text: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

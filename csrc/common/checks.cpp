@@ -63,6 +63,28 @@ bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
   return wrong == 0;
 }
 
+void check_strided(const char* name, const Tensor& t) {
+  TORCH_CHECK_VALUE(t.defined() && t.layout() == at::kStrided, name,
+                    " must be a strided tensor, got ", describe(t));
+}
+
+// What pack_linear returns for a weight of this many outputs.
+void check_packed(const Tensor& packed, const Tensor& scales, int64_t outputs) {
+  check_dims("packed", packed, 3);
+  const bool is_int8 = packed.scalar_type() == at::kChar;
+  TORCH_CHECK_VALUE(is_int8 || at::isReducedFloatingType(packed.scalar_type()),
+                    "packed must be bfloat16, float16 or int8, got ", describe(packed));
+  TORCH_CHECK_VALUE(packed.numel() > 0 && packed.size(2) == kPanelOutputs && packed.is_contiguous(),
+                    "packed must be a contiguous [panels, inputs, ", kPanelOutputs, "], got ",
+                    describe(packed));
+  const int64_t most = packed.size(0) * kPanelOutputs;
+  check_between("outputs", outputs, most - kPanelOutputs + 1, most);
+  check_dims("scales", scales, 1);
+  check_dtype("scales", scales, at::kFloat);
+  check_size("scales", scales, 0, is_int8 ? outputs : 0, "the outputs of int8");
+  check_device("scales", scales, packed, "packed");
+}
+
 // Whether two views of one storage that are not dense share elements. Parts of one tensor have its
 // strides, so that their offsets are where their ranges begin in each of its dimensions.
 bool parts_overlap(const Tensor& a, const Tensor& b) {
@@ -260,6 +282,42 @@ void check_gather_rows(const Tensor& x, const Tensor& indices) {
   for_each_list(indices, [&](const int32_t* list, int64_t width) {
     for (int64_t i = 0; i < width; ++i) check_in_range("indices", list[i], x.size(2));
   });
+}
+
+void check_pack_linear(const Tensor& weight, std::string_view format) {
+  check_dims("weight", weight, 2);
+  check_float("weight", weight);
+  TORCH_CHECK_VALUE(weight.numel() > 0, "weight must have outputs and inputs, got ",
+                    describe(weight));
+  TORCH_CHECK_VALUE(format == "bfloat16" || format == "float16" || format == "int8",
+                    "format must be bfloat16, float16 or int8, got '", one_line(format), "'");
+}
+
+void check_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                  const std::optional<Tensor>& bias, int64_t outputs) {
+  check_packed(packed, scales, outputs);
+  check_strided("x", x);
+  check_float("x", x);
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == packed.size(1), "x must be [..., ", packed.size(1),
+                    "], the inputs of packed, got ", describe(x));
+  check_device("x", x, packed, "packed");
+  if (!bias) return;
+  check_dims("bias", *bias, 1);
+  check_float("bias", *bias);
+  check_size("bias", *bias, 0, outputs, "outputs");
+  check_device("bias", *bias, packed, "packed");
+}
+
+void check_packed_embedding(const Tensor& ids, const Tensor& packed, const Tensor& scales,
+                            int64_t outputs) {
+  check_packed(packed, scales, outputs);
+  check_strided("ids", ids);
+  check_dtype("ids", ids, at::kLong);
+  check_device("ids", ids, packed, "packed");
+  if (!ids.is_cpu() || ids.numel() == 0) return;
+  const auto [least, most] = at::aminmax(ids);
+  check_index("ids", least.item<int64_t>(), outputs);
+  check_index("ids", most.item<int64_t>(), outputs);
 }
 
 void check_lexical_recall(const Tensor& token_ids, int64_t begin, const PrefillConfig& config,

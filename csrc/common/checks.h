@@ -7,6 +7,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <optional>
+#include <string_view>
 
 #include "common/attention.h"
 #include "h2o_prefill/config.h"
@@ -52,6 +53,14 @@ void check_accumulate_scores(const at::Tensor& scores, const at::Tensor& memory,
                              const at::Tensor& colsum);
 
 void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
+
+void check_pack_linear(const at::Tensor& weight, std::string_view format);
+
+void check_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                  const std::optional<at::Tensor>& bias, int64_t outputs);
+
+void check_packed_embedding(const at::Tensor& ids, const at::Tensor& packed,
+                            const at::Tensor& scales, int64_t outputs);
 
 // fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device. is_state: whether the values
 // describe a prompt.

@@ -11,6 +11,9 @@ enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 H2O_HOST_DEVICE constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// Outputs of a panel of a packed linear layer.
+constexpr int64_t kPanelOutputs = 16;
+
 // A [B, H, T, D] tensor whose last dimension is contiguous. Strides are counted in elements.
 struct HeadsView {
   void* data;

@@ -25,6 +25,9 @@ from h2o_prefill.reference.budgets import HeadBudgets
 from h2o_prefill.reference.linear_attention import (
     chunkwise_linear_attention as chunkwise_linear_attention,
 )
+from h2o_prefill.reference.linear_layers import linear as linear
+from h2o_prefill.reference.linear_layers import pack_linear as pack_linear
+from h2o_prefill.reference.linear_layers import packed_embedding as packed_embedding
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
 from h2o_prefill.reference.recall import Settings, block_of, read_settings

@@ -25,6 +25,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "chunk_end": (-1, 2**31, INT64_MAX),
     "chunk_size": (0, -1, -INT64_MAX - 1),
     "feature_map": ("", "elu", "softmax"),
+    "format": ("", "int4", "float32"),
+    "outputs": (0, -1, INT64_MAX),
     "heavy_budget": (-1, INT32_MAX, INT64_MAX),
     "last_chunk_begin": (-1, INT64_MAX),
     "layer": (-1, -INT64_MAX - 1),
@@ -59,7 +61,13 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 
 # What a tensor of each kind of `TENSORS` must not be; in capitals, where it is the only one.
 OTHER_DTYPES = {
-    **{"i": ("int64", "float32"), "l": ("int32",), "f": ("int64",), "s": ("int64", "float64")},
+    **{
+        "w": ("int64", "float32", "float64"),
+        "i": ("int64", "float32"),
+        "l": ("int32",),
+        "f": ("int64",),
+        "s": ("int64", "float64"),
+    },
     **{"x": ("int64", "float32", "float16"), "a": ("float16", "bfloat16", "float32", "float64")},
     **{"X": ("int64",), "A": ("float16", "bfloat16")},
 }
@@ -88,7 +96,7 @@ def resized(x: Any, dim: int, size: int) -> Any:
 
 
 # Without a tensor, and of sparse ones here, PyTorch itself says what is wrong.
-PYTORCHS = (*RECALL, "errors", "token_ids", "token_text")
+PYTORCHS = (*RECALL, "errors", "token_ids", "token_text", "weight")
 
 
 def _kinds(operator: str, a: Arguments) -> Changes:
@@ -217,6 +225,39 @@ def _linear(a: Arguments) -> Changes:
     return _attention(a) | changes
 
 
+def _packed(a: Arguments) -> Changes:
+    """Break packed weights and the scales of int8."""
+    packed, scales = a["packed"], a["scales"]
+    return {
+        "a panel more": {"packed": resized(packed, 0, packed.shape[0] + 1)},
+        "panels of 15": {"packed": resized(packed, 2, 15)},
+        "panels without inputs": {"packed": resized(packed, 1, 0)},
+        "panels that are not contiguous": {"packed": replace(packed, layout="sliced")},
+        "a panel of outputs more": {"outputs": a["outputs"] + 16},
+        "a scale more": {"scales": resized(scales, 0, scales.shape[0] + 1)},
+    }
+
+
+def _linear_layer(a: Arguments) -> Changes:
+    x, bias = a["x"], a["bias"]
+    changes = {
+        "x has an input more": {"x": resized(x, len(x.shape) - 1, x.shape[-1] + 1)},
+        "x has no dimensions": {"x": changed(x, shape=())},
+        "x holds integers": {"x": changed(x, dtype="int64")},
+    }
+    if bias:
+        changes["a bias more"] = {"bias": resized(bias, 0, bias.shape[0] + 1)}
+    return changes | _packed(a)
+
+
+def _embedding(a: Arguments) -> Changes:
+    ids = a["ids"]
+    changes = {"ids are int32": {"ids": replace(ids, dtype="int32")}}
+    for row in (-1, a["outputs"], INT64_MAX) if ids.values else ():
+        changes[f"ids hold {row}"] = {"ids": replace(ids, values=(*ids.values[1:], row))}
+    return changes | _packed(a)
+
+
 def _positions(a: Arguments, name: str, length: int, kind: str = "ascending") -> Changes:
     """Break lists of positions below `length`: "ascending" ones, "dense" ones or any."""
     x = a[name]
@@ -280,6 +321,12 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
     "dense_attention": lambda a: _attention(a) | _longer_query(a),
     "gather_rows": lambda a: _positions(a, "indices", a["x"].shape[2], "any"),
     "intra_chunk_attention": _attention,
+    "linear": _linear_layer,
+    "pack_linear": lambda a: {
+        f"weight has no {name}": {"weight": resized(a["weight"], dim, 0)}
+        for dim, name in enumerate(("outputs", "inputs"))
+    },
+    "packed_embedding": _embedding,
     "memory_attention": lambda a: (
         _attention(a) | _positions(a, "indices", a["k"].shape[2], "dense")
     ),

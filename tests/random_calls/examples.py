@@ -59,6 +59,7 @@ CAPS = (
     *((0.0, None, "huge"), (3.0, 1.0, "huge"), (1e-300, None, None), (1e-9, None, None)),
     *((1e6, None, None), (1e300, None, None), (1e300, 1e-30, None), (2.0, 0.0, "normal")),
 )
+LAYERS = ((1, 1), (33, 17), (256, 48), (65, 300))
 STEPS = (
     *((rows, end - rows) for end in (STEP + 1, 2 * STEP + 1, 5000) for rows in (1, 3, 100)),
     *((rows, past) for rows in (STEP - 1, STEP, STEP + 1) for past in (0, 700)),
@@ -170,6 +171,11 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         yield ("memory_attention",), "several steps", dtype, many
         yield LINEAR[:1], "several steps", dtype, long | {"sizes": few | {"T": 2500}}
         yield LINEAR[1:], "several steps", dtype, long
+    formats = ("bfloat16", "float16", "int8")
+    for tokens, format, (dim, value_dim) in product((*range(1, 8), 130, 1100), formats, LAYERS):
+        sizes = {"T": tokens, "D": dim, "E": value_dim}
+        example = {"sizes": sizes, "fixed": {"format": format}}
+        yield ("linear",), "layers", f"{tokens} tokens, {value_dim} x {dim} of {format}", example
     in_place = {"sizes": {"T": 20, "P": 30}, "dtype": "float32"}
     nothing = {"scores": Floats((1, 2, 0)), "memory": Ints((), (1, 2, 0))}
     dense = {"settings": {"dense_layers": (1,)}, "fixed": nothing}

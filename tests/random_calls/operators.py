@@ -32,7 +32,7 @@ _PREFILL = (
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
 # are the same, a digit is itself, and _ is any. x is the dtype of the queries, a the one they are
-# accumulated in, f any floating-point dtype, s float32, i int32 and l int64.
+# accumulated in, f any floating-point dtype, s float32, i int32, l int64 and w packed weights.
 TENSORS = {
     name: {tensor: spec for tensor, spec in (x.split(":") for x in tensors.split())}
     for name, tensors in {
@@ -47,7 +47,10 @@ TENSORS = {
         "gather_rows": "x:xBG__ indices:iBG_",
         "intra_chunk_attention": "q:xBHTD k:xBGTD v:xBGTE",
         "lexical_recall": "token_ids:l__ token_text:i__",
+        "linear": "packed:w___ scales:s_ bias:f_",  # x, and the ids of an embedding, have any sizes
         "memory_attention": "q:xBHTD k:xBGSD v:xBGSE indices:iBG_",
+        "pack_linear": "weight:x__",
+        "packed_embedding": "packed:w___ scales:s_",
         "merge_states": "out_a:xBHTE lse_a:aBHT out_b:xBHTE lse_b:aBHT",
         "prefill_attention": _PREFILL,
         "prefill_attention_": (
@@ -254,6 +257,32 @@ def _gather_rows(p: Problem) -> Arguments:
     return {"x": p.tensor("xBGSD"), "indices": Ints(tuple(values), (*p.per_head, width))}
 
 
+def _packed(p: Problem) -> Arguments:
+    """Return packed weights, any numbers, of D to 9 D inputs and E to 9 E outputs."""
+    inputs, outputs = (p[x] * p.draw.choice([1, 3, 9]) for x in "DE")
+    dtype = p.fixed.get("format", p.draw.choice(["bfloat16", "float16", "int8"]))
+    shape = -(-outputs // 16), inputs, 16
+    fill, layout = "bytes" if dtype == "int8" else "normal", p.draw.choice(["contiguous", "offset"])
+    return {
+        "packed": Floats(shape, dtype, layout, fill, p.draw.seed()),
+        "scales": Floats((outputs if dtype == "int8" else 0,), fill="positive"),
+        "outputs": outputs,
+    }
+
+
+def _linear_layer(p: Problem) -> Arguments:
+    packed = _packed(p)
+    sized = p.resized(I=packed["packed"].shape[1], O=packed["outputs"])
+    x = sized.tensor(p.draw.choice(["xBTI", "xTI", "xTI", "xI"]))
+    return {**packed, "x": x, "bias": sized.tensor("fO") if p.draw.chance(0.5) else None}
+
+
+def _packed_embedding(p: Problem) -> Arguments:
+    packed = _packed(p)
+    rows = tuple(p.draw.integer(0, packed["outputs"] - 1) for _ in range(p["B"] * p["T"]))
+    return {**packed, "ids": Ints(rows, (p["B"], p["T"]), "int64", p.lie())}
+
+
 def _token_text(p: Problem) -> Ints | None:
     """Draw the characters of some of the tokens."""
     if p.draw.chance(0.4):
@@ -310,6 +339,7 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "softcap": lambda p: p.draw.choice([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]),
     "token_ids": _token_ids,
     "token_text": _token_text,
+    "format": lambda p: p.draw.choice(["bfloat16", "float16", "int8"]),
     "errors": lambda p: p.errors() if p.draw.chance(0.5) else None,
     "window": lambda p: (
         INT32_MAX if p.draw.chance(0.2) else p.draw.integer(1, p.draw.choice([9, 250]))
@@ -325,6 +355,9 @@ GROUPS: dict[str, Callable[[Problem], Arguments]] = {
     "lexical_recall": lambda p: {
         "settings": settings_text(p.draw, p.config.replace(recall=max(p.config.recall, 1)))
     },
+    "linear": _linear_layer,
+    "pack_linear": lambda p: {"weight": p.tensor("xED")},
+    "packed_embedding": _packed_embedding,
     "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
     "prefill_attention": _prefill_of_layer,
     "prefill_attention_": _prefill_in_place,

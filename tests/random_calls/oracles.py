@@ -59,6 +59,22 @@ def _advance_position(judge: Judge, after: Arguments, before: Arguments, result:
     judge.true("position", after[0].tolist() == [past + tokens, begin])
 
 
+def _linear_layer(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
+    x, *weights = before
+    judge.near("result", result, reference.linear(x.double(), *weights))
+
+
+def _packed_embedding(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
+    judge.same("rows", result, reference.packed_embedding(*before))
+
+
+def _pack_linear(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
+    for name, x, wanted in zip(
+        ("packed", "scales"), result, reference.pack_linear(*before), strict=True
+    ):
+        judge.same(name, x, wanted)
+
+
 def _recall_at_position(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     ids, position, tokens, settings, text = before
     past, config = int(position[0]), Config.parse(settings)
@@ -195,6 +211,9 @@ CHECKS = {
     "advance_position_": _advance_position,
     "chunkwise_linear_attention_backward": _linear_backward,
     "chunked_sparse_attention": _sparse,
+    "linear": _linear_layer,
+    "pack_linear": _pack_linear,
+    "packed_embedding": _packed_embedding,
     "prefill_attention": _prefill,
     "prefill_attention_": _prefill_in_place,
     "recall_at_position": _recall_at_position,

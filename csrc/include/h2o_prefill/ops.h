@@ -85,6 +85,24 @@ H2O_API void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory,
 // Copies rows: x [B, H, T, D], indices int32 [B, H, M] -> [B, H, M, D]; rows of -1 are 0.
 H2O_API at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
+// Packs the weight [outputs, inputs] of a linear layer as the kernels read it, from memory or from
+// a mapped file, whatever the CPU. format: "bfloat16", "float16" or "int8" -> packed [ceil(outputs
+// / 16), inputs, 16] of that dtype, and fp32 scales: [outputs] of int8 (the largest magnitude of an
+// output is 127 times its scale), else [0]. Outputs lie in panels of 16: in each [inputs][16], but
+// of bfloat16 [inputs / 2][16][2], and the last of an odd number of inputs alone.
+H2O_API std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight,
+                                                       std::string_view format);
+
+// x [..., inputs] weight^T + bias [outputs] -> [..., outputs] of the dtype of x. Packed weights are
+// converted to float32, as are x and bias, and products are added in float32 (float64 if x is);
+// nothing else is copied of them.
+H2O_API at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                          const std::optional<at::Tensor>& bias, int64_t outputs);
+
+// Rows of a packed weight: ids int64 [...], below `outputs` -> fp32 [..., inputs].
+H2O_API at::Tensor packed_embedding(const at::Tensor& ids, const at::Tensor& packed,
+                                    const at::Tensor& scales, int64_t outputs);
+
 // Ragged lists of recalled keys over blocks of rows, all int32: offsets [B * n_blocks + 1],
 // positions [nnz] and visible_from [nnz] (absolute positions); a block has each position once, in
 // ascending order of visible_from. Undefined tensors: nothing is recalled.

@@ -14,6 +14,7 @@ decltype(h2o_prefill::merge_states) merge_states;
 decltype(h2o_prefill::select_memory) select_memory;
 decltype(h2o_prefill::accumulate_scores_) accumulate_scores_;
 decltype(h2o_prefill::gather_rows) gather_rows;
+decltype(h2o_prefill::linear) linear;
 
 AttentionResult intra_chunk_attention(const AttentionArguments& x, int64_t chunk_size);
 AttentionResult memory_attention(const AttentionArguments& x, const at::Tensor& indices);

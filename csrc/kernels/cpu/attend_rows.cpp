@@ -255,9 +255,19 @@ void attend_rows(const AttendRowsArgs& args) {
 
 void attend_token(const AttendTokenArgs& args);  // attend_token.cpp
 extern const LinearKernels kLinearKernels;       // linear_chunk.cpp
+extern const PackedLinearKernels kPackedLinearKernels;
 extern const CpuKernels kCpuKernels;
-const CpuKernels kCpuKernels = {
-    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,        nullptr,        pack_keys,
-    pack_values,         attend_rows, attend_token,      scratch_floats, &kLinearKernels};
+const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
+                                kPanel,
+                                kBFloat16Products,
+                                nullptr,
+                                nullptr,
+                                pack_keys,
+                                pack_values,
+                                attend_rows,
+                                attend_token,
+                                scratch_floats,
+                                &kLinearKernels,
+                                &kPackedLinearKernels};
 
 }  // namespace h2o_prefill::H2O_ISA

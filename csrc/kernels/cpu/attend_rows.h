@@ -8,6 +8,7 @@
 
 #include "kernels/cpu/inline.h"
 #include "kernels/cpu/linear_chunk.h"
+#include "kernels/cpu/packed_linear.h"
 #include "kernels/params.h"
 #include "kernels/softmax_state.h"
 
@@ -120,6 +121,7 @@ struct CpuKernels {
   // Floats that attend_rows needs for sets of at most max_count keys.
   int64_t (*scratch_floats)(int64_t head_dim, int64_t value_dim, int64_t max_count);
   const LinearKernels* linear;
+  const PackedLinearKernels* packed_linear;
 
   int64_t padded(int64_t n) const { return (n + panel - 1) / panel * panel; }
   int64_t elements_per_word(DType dtype) const {

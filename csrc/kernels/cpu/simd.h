@@ -91,6 +91,19 @@ H2O_INLINE Vec load_bfloat16(const uint16_t* p) {
 #endif
 }
 
+H2O_INLINE Vec load_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtepi8_epi32(0xFFFF, x));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Vec);
+#endif
+}
+
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 
 // a > b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not always find.

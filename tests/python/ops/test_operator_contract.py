@@ -52,6 +52,7 @@ def has(name, argument):
 # The results of these are in the arguments.
 IN_PLACE = [name for name in TENSORS if name.endswith("_")]
 WITHOUT_FLOATS = ["select_memory", "lexical_recall", "recall_at_position", "advance_position_"]
+WITHOUT_FLOATS += ["packed_embedding"]
 DIFFERENTIABLE = ["chunkwise_linear_attention"]
 INFERENCE_ONLY = [n for n in TENSORS if n not in WITHOUT_FLOATS + DIFFERENTIABLE]
 FAST = ("test_schema", "test_faketensor")  # without tracing by AOTAutograd

@@ -1,0 +1,100 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "common/checks.h"
+#include "kernels/composite/composite.h"
+#include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/tasks.h"
+#include "kernels/cpu/workspace.h"
+
+namespace h2o_prefill {
+namespace {
+
+using Args = PackedLinearArgs;
+
+PanelType panel_type(at::ScalarType type) {
+  if (type == at::kChar) return PanelType::kInt8;
+  return type == at::kHalf ? PanelType::kFloat16 : PanelType::kBFloat16;
+}
+
+// float32 [outputs, padded with zeros].
+at::Tensor padded_floats(const at::Tensor& t, int64_t size) {
+  const auto floats = t.to(at::kFloat).contiguous();
+  return t.size(0) == size ? floats : at::constant_pad_nd(floats, {0, size - t.size(0)});
+}
+
+// Few tokens: memory is read once, in parts worth waking a thread for.
+void multiply_few(const Args& args) {
+  const int64_t least = divide_up(kSerialWork / 8, args.inputs * kPanelOutputs);
+  at::parallel_for(0, args.num_panels, least, [&](int64_t begin, int64_t end) {
+    cpu_kernels().packed_linear->multiply_few(args, begin, end);
+  });
+}
+
+// Blocks of tokens and outputs, of nearly the same size.
+void multiply_many(const Args& args) {
+  const int64_t token_blocks = divide_up(args.tokens, Args::kBlockTokens);
+  const int64_t tokens = divide_up(args.tokens, token_blocks);
+  const int64_t output_blocks = divide_up(args.out_stride, Args::kBlockOutputs);
+  const int64_t outputs = round_up(divide_up(args.out_stride, output_blocks), Args::kTileOutputs);
+  const bool serial = args.tokens * args.inputs * args.out_stride < kSerialWork;
+  const int64_t threads = serial ? 1 : at::get_num_threads();
+  Workspace workspace;
+  const auto scratch = workspace.add<float>(threads * Args::kScratchFloats);
+  workspace.allocate();
+  for_each_task(TaskRange{token_blocks * output_blocks}, threads,
+                [&](int64_t task, int64_t thread) {
+                  const int64_t first = task / output_blocks * tokens;
+                  const int64_t begin = task % output_blocks * outputs;
+                  if (first >= args.tokens || begin >= args.out_stride) return;
+                  Args block = args;
+                  block.x += first * args.inputs;
+                  block.out += first * args.out_stride;
+                  block.tokens = std::min(tokens, args.tokens - first);
+                  cpu_kernels().packed_linear->multiply_many(
+                      block, begin, std::min(begin + outputs, args.out_stride),
+                      workspace.get(scratch) + thread * Args::kScratchFloats);
+                });
+}
+
+at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
+                      const at::Tensor& scales_argument, const OptionalTensor& bias_argument,
+                      int64_t outputs) {
+  check_linear(x_argument, packed, scales_argument, bias_argument, outputs);
+  const auto dtype = x_argument.scalar_type();
+  if (dtype == at::kDouble) {
+    return composite::linear(x_argument, packed, scales_argument, bias_argument, outputs);
+  }
+  const auto x = x_argument.to(at::kFloat).contiguous();
+  const int64_t inputs = packed.size(1), panels = packed.size(0);
+  const int64_t tokens = x.numel() / inputs, padded = round_up(outputs, Args::kTileOutputs);
+  auto shape = x.sizes().vec();
+  shape.back() = outputs;
+  auto out = at::empty({tokens, padded}, x.options());
+  at::Tensor scales, bias;
+  if (scales_argument.numel() > 0) scales = padded_floats(scales_argument, panels * kPanelOutputs);
+  if (bias_argument) bias = padded_floats(*bias_argument, padded);
+  const Args args{.x = x.const_data_ptr<float>(),
+                  .tokens = tokens,
+                  .inputs = inputs,
+                  .panels = packed.const_data_ptr(),
+                  .num_panels = panels,
+                  .type = panel_type(packed.scalar_type()),
+                  .scales = scales.defined() ? scales.const_data_ptr<float>() : nullptr,
+                  .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+                  .out = out.mutable_data_ptr<float>(),
+                  .out_stride = padded};
+  if (tokens > Args::kFewTokens) {
+    multiply_many(args);
+  } else if (tokens > 0) {
+    multiply_few(args);
+  }
+  return out.narrow(1, 0, outputs).to(dtype).contiguous().view(shape);
+}
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("linear", &linear_cpu); }
+
+}  // namespace
+}  // namespace h2o_prefill

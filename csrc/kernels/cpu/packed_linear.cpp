@@ -1,0 +1,214 @@
+// Compiled once per instruction set.
+#include "kernels/cpu/packed_linear.h"
+
+#include "kernels/cpu/row_io.h"
+#include "kernels/cpu/tile.h"
+
+namespace h2o_prefill::H2O_ISA {
+namespace {
+
+constexpr int64_t kWidth = kPanelOutputs;
+constexpr int kVectors = kWidth / kLanes;
+static_assert(PackedLinearArgs::kTileOutputs % kPanel == 0, "the panels of tile.h are other ones");
+
+// Inputs that are converted at once, and tokens that they meet from the L2 cache: whole tiles.
+constexpr int64_t kDepth = 256;
+constexpr int64_t kTokens = 120;
+static_assert(kTokens % kTileRows == 0);
+static_assert(PackedLinearArgs::kScratchFloats >=
+              (PackedLinearArgs::kBlockOutputs + kTokens) * kDepth);
+
+// How weights lie. load(): vector v of the weights of each of the kGroup inputs that lie together.
+// Rest: how inputs lie that are no whole group.
+struct Int8Rows {
+  using Number = int8_t;
+  using Rest = Int8Rows;
+  static constexpr int kGroup = 1;
+  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
+    w[0] = load_int8(group + v * kLanes);
+  }
+};
+
+struct Float16Rows {
+  using Number = uint16_t;
+  using Rest = Float16Rows;
+  static constexpr int kGroup = 1;
+  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
+#ifdef H2O_FLOAT16_VECTORS
+    w[0] = load_float16(group + v * kLanes);
+#else
+    float lanes[kLanes];
+    load_floats(group, DType::kFloat16, v * kLanes, kLanes, 1.0F, lanes);
+    w[0] = H2O_ISA::load(lanes);
+#endif
+  }
+};
+
+struct BFloat16Rows {
+  using Number = uint16_t;
+  static constexpr int kGroup = 1;
+  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
+    w[0] = load_bfloat16(group + v * kLanes);
+  }
+};
+
+struct BFloat16Pairs {
+  using Number = uint16_t;
+  using Rest = BFloat16Rows;
+  static constexpr int kGroup = 2;
+  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
+    const Vec pairs = H2O_ISA::load(reinterpret_cast<const float*>(group + v * 2 * kLanes));
+    w[0] = reinterpret_cast<Vec>(reinterpret_cast<UintVec>(pairs) << 16);
+    w[1] = reinterpret_cast<Vec>(reinterpret_cast<UintVec>(pairs) & 0xFFFF0000U);
+  }
+};
+
+template <typename Function>
+H2O_INLINE void with_rows(PanelType type, const Function& f) {
+  if (type == PanelType::kBFloat16) return f(BFloat16Pairs{});
+  if (type == PanelType::kFloat16) return f(Float16Rows{});
+  f(Int8Rows{});
+}
+
+// The weights of a panel from an input on, which begins a group.
+template <typename Rows>
+H2O_INLINE const typename Rows::Number* weights_at(const PackedLinearArgs& args, int64_t panel,
+                                                   int64_t input) {
+  return static_cast<const typename Rows::Number*>(args.panels) +
+         (panel * args.inputs + input) * kWidth;
+}
+
+// Adds the products of kInputs inputs with the tokens, in turns to each of kWays sums.
+template <typename Rows, int kInputs, int kWays, int kN>
+H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Rows::Number* weights,
+                           Vec (&sums)[kWays][kN][kVectors]) {
+#pragma GCC unroll 8
+  for (int first = 0; first < kInputs; first += Rows::kGroup) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      Vec w[Rows::kGroup];
+      Rows::load(weights + first * kWidth, v, w);
+#pragma GCC unroll 2
+      for (int i = 0; i < Rows::kGroup; ++i) {
+#pragma GCC unroll 6
+        for (int t = 0; t < kN; ++t) {
+          Vec& sum = sums[(first + i) % kWays][t][v];
+          sum = broadcast(x[t * stride + first + i]) * w[i] + sum;
+        }
+      }
+    }
+  }
+}
+
+// One panel of kN tokens. As many sums as hide the latency of additions.
+template <typename Rows, int kN>
+void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
+  constexpr int kSums = kN * kVectors;
+  constexpr int kWays = kSums >= 8 ? 1 : (kSums >= 4 ? 2 : (kSums >= 2 ? 4 : 8));
+  constexpr int kStep = kWays > Rows::kGroup ? kWays : Rows::kGroup;
+  constexpr int64_t kAhead = 1024;  // bytes
+  Vec sums[kWays][kN][kVectors] = {};
+  const auto* weights = weights_at<Rows>(args, panel, 0);
+  const float* x = args.x;
+  int64_t left = args.inputs;
+  for (; left >= kStep; left -= kStep, x += kStep, weights += kStep * kWidth) {
+    for (int64_t byte = 0; byte < kStep * kWidth * int64_t{sizeof(*weights)}; byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAhead + byte);
+    add_inputs<Rows, kStep>(x, args.inputs, weights, sums);
+  }
+  for (; left >= Rows::kGroup; left -= Rows::kGroup, x += Rows::kGroup) {
+    add_inputs<Rows, Rows::kGroup>(x, args.inputs, weights, sums);
+    weights += Rows::kGroup * kWidth;
+  }
+  if (left > 0) add_inputs<typename Rows::Rest, 1>(x, args.inputs, weights, sums);
+  for (int t = 0; t < kN; ++t) {
+    for (int v = 0; v < kVectors; ++v) {
+      Vec total = sums[0][t][v];
+      for (int way = 1; way < kWays; ++way) total += sums[way][t][v];
+      const int64_t output = panel * kWidth + v * kLanes;
+      if (args.scales) total *= load(args.scales + output);
+      if (args.bias) total += load(args.bias + output);
+      store(args.out + t * args.out_stride + output, total);
+    }
+  }
+}
+
+void multiply_few(const PackedLinearArgs& args, int64_t begin, int64_t end) {
+  with_rows(args.type, [&](auto rows) {
+    using Rows = decltype(rows);
+    constexpr void (*kByTokens[])(const PackedLinearArgs&, int64_t) = {
+        multiply_panel<Rows, 1>, multiply_panel<Rows, 2>, multiply_panel<Rows, 3>,
+        multiply_panel<Rows, 4>, multiply_panel<Rows, 5>, multiply_panel<Rows, 6>};
+    static_assert(sizeof(kByTokens) / sizeof(*kByTokens) == PackedLinearArgs::kFewTokens);
+    for (int64_t panel = begin; panel < end; ++panel) kByTokens[args.tokens - 1](args, panel);
+  });
+}
+
+// Inputs [input, input + depth) of a panel, as panels of tile.h have them; of those that there are
+// not, zeros. `column`: of the first output, in the block.
+template <typename Rows>
+void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, int64_t depth,
+                   int64_t column, float* block) {
+  const bool exists = panel < args.num_panels;
+  const auto* weights = weights_at<Rows>(args, panel, input);
+  float* to[kVectors];
+  Vec scale[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t place = column + v * kLanes;
+    to[v] = block + place / kPanel * depth * kPanel + place % kPanel;
+    scale[v] =
+        !exists ? Vec{}
+                : (args.scales ? load(args.scales + panel * kWidth + v * kLanes) : broadcast(1.0F));
+  }
+  const auto convert = [&](auto kind, int64_t k) {
+    using Kind = decltype(kind);
+    for (int v = 0; v < kVectors; ++v) {
+      Vec w[Kind::kGroup] = {};
+      if (exists) Kind::load(weights + k * kWidth, v, w);
+      for (int i = 0; i < Kind::kGroup; ++i) store(to[v] + (k + i) * kPanel, w[i] * scale[v]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + Rows::kGroup <= depth; k += Rows::kGroup) convert(Rows{}, k);
+  if (k < depth) convert(typename Rows::Rest{}, k);
+}
+
+void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, float* scratch) {
+  float* const block = scratch;
+  float* const rows = scratch + PackedLinearArgs::kBlockOutputs * kDepth;
+  for (int64_t input = 0; input < args.inputs; input += kDepth) {
+    const int64_t depth = args.inputs - input < kDepth ? args.inputs - input : kDepth;
+    with_rows(args.type, [&](auto kind) {
+      for (int64_t o = begin; o < end; o += kWidth)
+        convert_panel<decltype(kind)>(args, o / kWidth, input, depth, o - begin, block);
+    });
+    for (int64_t first = 0; first < args.tokens; first += kTokens) {
+      const int n = static_cast<int>(args.tokens - first < kTokens ? args.tokens - first : kTokens);
+      // Rows of their own: those of x may share cache sets.
+      for (int t = 0; t < n; ++t) {
+        const float* const x = args.x + (first + t) * args.inputs + input;
+        for (int64_t k = 0; k < depth; ++k) rows[t * depth + k] = x[k];
+      }
+      for (int64_t o = begin; o < end; o += kPanel) {
+        float* const out = args.out + first * args.out_stride + o;
+        if (input == 0) {
+          for (int t = 0; t < n; ++t) {
+            for (int v = 0; v < kTileVectors; ++v) {
+              const Vec start = args.bias ? load(args.bias + o + v * kLanes) : Vec{};
+              store(out + t * args.out_stride + v * kLanes, start);
+            }
+          }
+        }
+        multiply_rows<Float32Products, /*kAccumulate=*/true>(
+            rows, depth, n, RowEnds{}, block + (o - begin) * depth, depth, out, args.out_stride);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern const PackedLinearKernels kPackedLinearKernels;
+const PackedLinearKernels kPackedLinearKernels = {multiply_few, multiply_many};
+
+}  // namespace h2o_prefill::H2O_ISA
