@@ -43,13 +43,14 @@ def write_package(
     # Sessions are of the weights that a package computes with.
     named = model if keeps_numbers(model, weights or dtype) else packed
     info = describe_package(named, config, capacity, weights, kv, text)
+    program = export_model(packed, info, text)
     tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():
         try:
             write_cpp_tokenizer(tokenizer, path / TOKENIZER)
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
-    return compile_package(export_model(packed, info, text), info, path)
+    return compile_package(program, info, path)
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:

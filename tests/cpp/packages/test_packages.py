@@ -31,6 +31,7 @@ def command(*arguments):
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     path = tiny_models.save_model(tmp_path_factory.mktemp("model"))
+    load_model(str(path), "bfloat16")[0].save_pretrained(path)  # as most checkpoints
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     (path / "chat_template.jinja").write_text(template)
     return path
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def package(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("package") / "tiny"
-    types = ("--dtype", "float32", "--weights", "float32", "--kv", "float32")
+    types = ("--dtype", "float32", "--kv", "float32")
     sizes = ("--capacity", CAPACITY, "--preset", SETTINGS)
     result = command("export", "--model", folder, *types, *sizes, "--output", path)
     assert result.exit_code == 0, result.output
@@ -64,7 +65,7 @@ def greedy(model, ids, settings):
 def test_what_a_package_consists_of(package):
     info = PrefillPackage(package).info
     assert info.model == "LlamaForCausalLM" and info.capacity == CAPACITY
-    assert info.config == PrefillConfig.parse(SETTINGS)
+    assert info.config == PrefillConfig.parse(SETTINGS) and info.weights == "bfloat16"
     code = f"code-{info.code}"
     files = {"tokenizer", "weights.pt", f"{code}.json", f"{code}.so"}
     assert {path.name for path in package.iterdir()} == files
