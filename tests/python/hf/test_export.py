@@ -121,7 +121,7 @@ def test_packed_weights(build, prompt, weights):
     rounded = copy.deepcopy(model)
     for weight in rounded.parameters():
         if weight.dim() == 2 and weights == "int8":
-            scale = weight.abs().amax(1, keepdim=True) / 127
+            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             weight.copy_((weight / scale).round() * scale)
         elif weight.dim() == 2:
             weight.copy_(weight.to(getattr(torch, weights)))
