@@ -53,7 +53,7 @@ demo: build $(BIN)/.model
 	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto
 demo-cpp: dev $(BIN)/.model
 	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),benchmarks/README.md)
-BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
+BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense,linear_layer} linear.py\ {linear,linear_decode} \
   layer.py\ {recall,prefill,crossover,allocations} models.py\ {model,package,decode,session} peers.py
 bench: build $(BIN)/.model
 	for command in $(BENCHMARKS); do python benchmarks/$$command || exit 1; done

@@ -11,6 +11,7 @@ from common import native
 from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls, window_calls
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.compare import compare, spread
+from common.layers import LAYER_TOKENS, LAYERS, WEIGHT_BYTES, layer_calls
 from common.machine import kernel_seconds
 from common.report import Report, Row, speedup_fields
 from torch import Tensor
@@ -353,6 +354,40 @@ def _window_row(case: Case, window: int, length: int, plan: Plan) -> Row:
     for name in beside:
         row |= timings.ratio(name, "kernel").fields(f"speedup_over_{name}")
     return row
+
+
+@benchmark(app, "linear_layer", seconds=4.0)
+def linear_layer(plan: Plan) -> None:
+    """Time linear() by format beside F.linear, oneDNN's packed weights, the FMA peak, and a read.
+
+    Calls go through copies of the weights, so that few tokens read them from memory.
+    """
+    sizes = [(40, 96)] if plan.quick else LAYERS
+    size = 1 << 20 if plan.quick else PEAK_BUFFER
+    with Report(plan, "linear layers of packed weights, float32 tokens") as report:
+        for count in plan.each_threads():
+            peak, read = native.peak("fma", count), native.memory_traffic(count, size)
+            work = {"fma": peak, "memory": read["memory_read"]} if peak else {}
+            for (inputs, outputs), tokens in itertools.product(sizes, LAYER_TOKENS):
+                calls = layer_calls(inputs, outputs, tokens, size)
+                beside = {name: item.run for name, item in work.items()}
+                timings = compare(calls | beside, plan.seconds)
+                flops = 2 * tokens * inputs * outputs
+                for name in calls:
+                    seconds = timings.median(name)
+                    amounts = {"fma": flops, "memory": inputs * outputs * WEIGHT_BYTES[name]}
+                    row = {
+                        "milliseconds": 1e3 * seconds,
+                        "gflops": flops / seconds / 1e9,
+                        "gigabytes": amounts["memory"] / seconds / 1e9,
+                        "rounds": timings.rounds,
+                        **timings.ratio("F.linear float32", name).fields("speedup"),
+                    }
+                    for what, item in work.items():
+                        share = 100 * amounts[what] / item.amount
+                        row |= timings.ratio(what, name).fields(f"{what}_percent", share)
+                    where = {"inputs": inputs, "outputs": outputs, "tokens": tokens}
+                    report.add(weights=name, **where, threads=count, **row)
 
 
 if __name__ == "__main__":

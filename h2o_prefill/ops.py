@@ -329,8 +329,8 @@ def pack_linear(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """Apply a linear layer with packed weights: x [..., inputs] to [..., outputs].
 
-    Weights, `x` and `bias` [outputs] are converted to float32 (float64 if x is) and multiplied and
-    added so; the result has the dtype of x. Up to 6 tokens take the time of reading the weights.
+    Products of weights, `x` and `bias` [outputs] are added in float32 (float64 if x is), and the
+    result has the dtype of x. Up to 6 tokens take the time of reading the weights.
     """
 
 

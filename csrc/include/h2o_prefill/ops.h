@@ -93,9 +93,8 @@ H2O_API at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 H2O_API std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight,
                                                        std::string_view format);
 
-// x [..., inputs] weight^T + bias [outputs] -> [..., outputs] of the dtype of x. Packed weights are
-// converted to float32, as are x and bias, and products are added in float32 (float64 if x is);
-// nothing else is copied of them.
+// x [..., inputs] weight^T + bias [outputs] -> [..., outputs] of the dtype of x. Products of packed
+// weights, x and bias are added in float32 (float64 if x is). Weights are read where they lie.
 H2O_API at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                           const std::optional<at::Tensor>& bias, int64_t outputs);
 

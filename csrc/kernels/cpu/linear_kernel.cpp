@@ -14,6 +14,10 @@ namespace {
 
 using Args = PackedLinearArgs;
 
+// Tokens that are worth the conversion of weights, and those of a product by AMX.
+constexpr int64_t kLeastTokens = 128;
+constexpr int64_t kGemmTokens = 128;
+
 PanelType panel_type(at::ScalarType type) {
   if (type == at::kChar) return PanelType::kInt8;
   return type == at::kHalf ? PanelType::kFloat16 : PanelType::kBFloat16;
@@ -35,12 +39,14 @@ void multiply_few(const Args& args) {
 
 // Blocks of tokens and outputs, of nearly the same size.
 void multiply_many(const Args& args) {
-  const int64_t token_blocks = divide_up(args.tokens, Args::kBlockTokens);
-  const int64_t tokens = divide_up(args.tokens, token_blocks);
   const int64_t output_blocks = divide_up(args.out_stride, Args::kBlockOutputs);
   const int64_t outputs = round_up(divide_up(args.out_stride, output_blocks), Args::kTileOutputs);
   const bool serial = args.tokens * args.inputs * args.out_stride < kSerialWork;
   const int64_t threads = serial ? 1 : at::get_num_threads();
+  const int64_t most = divide_up(args.tokens * output_blocks, threads * kTasksPerThread);
+  const int64_t token_blocks =
+      divide_up(args.tokens, std::clamp(most, kLeastTokens, Args::kBlockTokens));
+  const int64_t tokens = divide_up(args.tokens, token_blocks);
   Workspace workspace;
   const auto scratch = workspace.add<float>(threads * Args::kScratchFloats);
   workspace.allocate();
@@ -59,6 +65,23 @@ void multiply_many(const Args& args) {
                 });
 }
 
+// Products of bfloat16 by AMX: panels lie as it reads them. x: [tokens, inputs], inputs even.
+void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
+  const int64_t blocks = divide_up(args.tokens, kGemmTokens);
+  const auto* panels = static_cast<const at::BFloat16*>(args.panels);
+  const CpuKernels& kernels = cpu_kernels();
+  at::parallel_for(0, blocks * args.num_panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task / args.num_panels * kGemmTokens, panel = task % args.num_panels;
+      kernels.gemm(std::min(kGemmTokens, args.tokens - first), kPanelOutputs, args.inputs,
+                   args.inputs, kPanelOutputs, args.out_stride, /*add=*/false,
+                   x + first * args.inputs, panels + panel * args.inputs * kPanelOutputs,
+                   args.out + first * args.out_stride + panel * kPanelOutputs);
+    }
+    kernels.gemm_release();
+  });
+}
+
 at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
                       const at::Tensor& scales_argument, const OptionalTensor& bias_argument,
                       int64_t outputs) {
@@ -67,16 +90,20 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   if (dtype == at::kDouble) {
     return composite::linear(x_argument, packed, scales_argument, bias_argument, outputs);
   }
-  const auto x = x_argument.to(at::kFloat).contiguous();
   const int64_t inputs = packed.size(1), panels = packed.size(0);
-  const int64_t tokens = x.numel() / inputs, padded = round_up(outputs, Args::kTileOutputs);
+  const int64_t tokens = x_argument.numel() / inputs,
+                padded = round_up(outputs, Args::kTileOutputs);
+  const bool few = tokens <= Args::kFewTokens;
+  const bool by_gemm = !few && dtype == at::kBFloat16 && packed.scalar_type() == at::kBFloat16 &&
+                       inputs % 2 == 0 && cpu_kernels().gemm;
+  const auto x = (by_gemm ? x_argument : x_argument.to(at::kFloat)).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = outputs;
-  auto out = at::empty({tokens, padded}, x.options());
+  auto out = at::empty({tokens, padded}, x.options().dtype(at::kFloat));
   at::Tensor scales, bias;
   if (scales_argument.numel() > 0) scales = padded_floats(scales_argument, panels * kPanelOutputs);
   if (bias_argument) bias = padded_floats(*bias_argument, padded);
-  const Args args{.x = x.const_data_ptr<float>(),
+  const Args args{.x = by_gemm ? nullptr : x.const_data_ptr<float>(),
                   .tokens = tokens,
                   .inputs = inputs,
                   .panels = packed.const_data_ptr(),
@@ -86,7 +113,10 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
                   .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
                   .out = out.mutable_data_ptr<float>(),
                   .out_stride = padded};
-  if (tokens > Args::kFewTokens) {
+  if (by_gemm) {
+    multiply_bfloat16(args, x.const_data_ptr<at::BFloat16>());
+    if (bias_argument) out.add_(bias);
+  } else if (!few) {
     multiply_many(args);
   } else if (tokens > 0) {
     multiply_few(args);

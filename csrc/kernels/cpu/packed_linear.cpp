@@ -11,8 +11,9 @@ constexpr int64_t kWidth = kPanelOutputs;
 constexpr int kVectors = kWidth / kLanes;
 static_assert(PackedLinearArgs::kTileOutputs % kPanel == 0, "the panels of tile.h are other ones");
 
-// Inputs that are converted at once, and tokens that they meet from the L2 cache: whole tiles.
-constexpr int64_t kDepth = 256;
+// Inputs that are converted at once, so that a panel and a tile of tokens stay in L1; and tokens
+// that meet them, from L2: whole tiles.
+constexpr int64_t kDepth = 320;
 constexpr int64_t kTokens = 120;
 static_assert(kTokens % kTileRows == 0);
 static_assert(PackedLinearArgs::kScratchFloats >=
@@ -176,8 +177,10 @@ void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, i
 void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, float* scratch) {
   float* const block = scratch;
   float* const rows = scratch + PackedLinearArgs::kBlockOutputs * kDepth;
-  for (int64_t input = 0; input < args.inputs; input += kDepth) {
-    const int64_t depth = args.inputs - input < kDepth ? args.inputs - input : kDepth;
+  // Parts of nearly the same size, each a whole number of groups.
+  const int64_t part = round_up(divide_up(args.inputs, divide_up(args.inputs, kDepth)), int64_t{2});
+  for (int64_t input = 0; input < args.inputs; input += part) {
+    const int64_t depth = args.inputs - input < part ? args.inputs - input : part;
     with_rows(args.type, [&](auto kind) {
       for (int64_t o = begin; o < end; o += kWidth)
         convert_panel<decltype(kind)>(args, o / kWidth, input, depth, o - begin, block);
@@ -191,16 +194,17 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
       }
       for (int64_t o = begin; o < end; o += kPanel) {
         float* const out = args.out + first * args.out_stride + o;
-        if (input == 0) {
-          for (int t = 0; t < n; ++t) {
-            for (int v = 0; v < kTileVectors; ++v) {
-              const Vec start = args.bias ? load(args.bias + o + v * kLanes) : Vec{};
-              store(out + t * args.out_stride + v * kLanes, start);
-            }
-          }
+        const float* const weights = block + (o - begin) * depth;
+        if (input == 0 && !args.bias) {
+          multiply_rows<Float32Products, /*kAccumulate=*/false>(rows, depth, n, RowEnds{}, weights,
+                                                                depth, out, args.out_stride);
+          continue;
         }
-        multiply_rows<Float32Products, /*kAccumulate=*/true>(
-            rows, depth, n, RowEnds{}, block + (o - begin) * depth, depth, out, args.out_stride);
+        for (int t = 0; input == 0 && t < n; ++t) {
+          for (int64_t i = 0; i < kPanel; ++i) out[t * args.out_stride + i] = args.bias[o + i];
+        }
+        multiply_rows<Float32Products, /*kAccumulate=*/true>(rows, depth, n, RowEnds{}, weights,
+                                                             depth, out, args.out_stride);
       }
     }
   }

@@ -17,7 +17,7 @@ struct PackedLinearArgs {
   static constexpr int64_t kBlockTokens = 512;
   static constexpr int64_t kBlockOutputs = 256;
   static constexpr int64_t kTileOutputs = 32;
-  static constexpr int64_t kScratchFloats = (kBlockOutputs + 128) * 256;
+  static constexpr int64_t kScratchFloats = (kBlockOutputs + 128) * 320;
 
   const float* x;  // [tokens, inputs]
   int64_t tokens;

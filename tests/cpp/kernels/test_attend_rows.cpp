@@ -1,4 +1,5 @@
-// pack_keys, pack_values and attend_rows of one instruction set, H2O_ISA, against float64.
+// pack_keys, pack_values, attend_rows and packed linear layers of one instruction set, H2O_ISA,
+// against float64.
 //
 // Needs nothing but a compiler, so that it can be built for other processors. An argument n takes
 // every n-th problem. Exit status 77: this CPU does not have the instruction set.
@@ -8,6 +9,7 @@
 
 #include "kernels/attend_run.h"
 #include "kernels/cpu/cpu_features.h"
+#include "kernels/packed_linear_run.h"
 
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
@@ -185,6 +187,24 @@ void test_nan_in_a_key() {
   }
 }
 
+void test_packed_linear() {
+  const auto& kernels = *H2O_ISA::kCpuKernels.packed_linear;
+  for (const PanelType type : {PanelType::kBFloat16, PanelType::kFloat16, PanelType::kInt8}) {
+    for (const int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 130}) {
+      for (const int64_t inputs : {1, 2, 35, 643}) {
+        if (problems++ % every != 0) continue;
+        const LayerSpec spec{type, tokens, inputs, 1 + problems % 3, problems % 2 == 0};
+        const std::string name = "panels of type " + std::to_string(static_cast<int>(type)) + ", " +
+                                 std::to_string(tokens) + " tokens, " + std::to_string(inputs) +
+                                 " inputs";
+        check(name, wrong_products(kernels, spec, false));
+        if (tokens <= PackedLinearArgs::kFewTokens)
+          check(name + ", few", wrong_products(kernels, spec, true));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace testing
 }  // namespace h2o_prefill
@@ -211,6 +231,7 @@ int main(int argc, char** argv) {
   test_sinks();
   test_softcaps();
   test_nan_in_a_key();
+  test_packed_linear();
   if (failures) {
     std::printf("%d of %d checks failed\n", failures, checks);
     return 1;

@@ -20,6 +20,7 @@ FIELDS = {
     "operators gather": ["gigabytes", "copy_gigabytes", "percent"],
     "operators scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "operators dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
+    "operators linear_layer": ["milliseconds", "gflops", "gigabytes", "speedup"],
     "operators windows": ["milliseconds", "gflops", "dense_percent", "speedup_over_sdpa"],
     "linear linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
@@ -30,7 +31,7 @@ FIELDS = {
 # These take long; some have a shorter run below.
 SLOW = (
     *("operators colsum", "operators dense", "operators scores", "operators windows"),
-    *("operators cpu_peak", "operators gather", "operators memory"),
+    *("operators cpu_peak", "operators gather", "operators memory", "operators linear_layer"),
     *("linear linear", "linear linear_decode", "layer prefill", "layer crossover", "layer recall"),
 )
 slow = partial(pytest.param, marks=pytest.mark.slow)
