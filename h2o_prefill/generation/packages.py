@@ -34,14 +34,14 @@ def write_package(
     openvino_tokenizers is installed.
     """
     path, dtype = path.expanduser(), str(model.dtype).removeprefix("torch.")
-    if not weights and dtype == "float32":
-        weights = "bfloat16" if keeps_numbers(model, "bfloat16") else "float16"
-    if not kv and dtype == "float32":
-        kv = "float16"
+    if dtype == "float32":
+        weights = weights or ("bfloat16" if keeps_numbers(model, "bfloat16") else "float16")
+    weights = weights or dtype
+    kv = kv or ("float16" if dtype == "float32" else dtype)
     text = text_for(tokenizer, config)
-    packed = with_packed_weights(model, weights) if weights not in ("", dtype) else model
+    packed = model if weights == "float32" else with_packed_weights(model, weights)
     # Sessions are of the weights that a package computes with.
-    named = model if keeps_numbers(model, weights or dtype) else packed
+    named = model if keeps_numbers(model, weights) else packed
     info = describe_package(named, config, capacity, weights, kv, text)
     program = export_model(packed, info, text)
     tokenizer.save_pretrained(path / TOKENIZER)
