@@ -2,8 +2,8 @@
 //
 //   generate PACKAGE TEXT.txt [--dense] < questions.txt
 //
-// PACKAGE is the folder that `h2o-prefill export` wrote. Questions are lines of standard input; each
-// goes on from the answers before. --dense prefills the text densely.
+// PACKAGE is the folder that `h2o-prefill export` wrote. Questions are lines of standard input;
+// each goes on from the answers before. --dense prefills the text densely.
 #include <h2o_prefill/package_session.h>
 #include <h2o_prefill/tokenizer.h>
 
