@@ -198,7 +198,7 @@ def package(
         Report(plan, f"{model} as a package", **options) as report,
     ):
         for kind, network, tokenizer, tokens in load_with_text(plan, model, corpus, longest):
-            path = Path(folder) / f"{dtype_name(kind)}.pt2"
+            path = Path(folder) / dtype_name(kind)
             write_package(network, tokenizer, config, longest + STEPS, path)
             exported = PrefillPackage(path)
             for length in plan.lengths:

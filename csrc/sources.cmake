@@ -57,6 +57,7 @@ set(H2O_HOST_SOURCES
     ops/select_memory.cpp
     ops/sliding_window_attention.cpp
     runtime/package.cpp
+    runtime/package_files.cpp
     runtime/sampler.cpp
     runtime/package_session.cpp)
 

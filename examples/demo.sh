@@ -10,9 +10,9 @@ openvino=$(python -c 'from openvino.utils import get_cmake_path; print(get_cmake
 cmake -S "$(dirname "$0")" -B "$folder/examples" -G Ninja \
   "-DCMAKE_PREFIX_PATH=$(realpath "$folder/installed");$torch;$openvino" >/dev/null
 cmake --build "$folder/examples"
-h2o-prefill export --dtype auto --capacity 8192 --output "$folder/model.pt2"
+h2o-prefill export --capacity 8192 --output "$folder/model"
 # A number is a token for each digit: a text of many still fits the capacity.
 head --bytes 16000 "$text" > "$folder/text.txt"
 for option in --dense ""; do
-  echo "What is this text about?" | "$folder/examples/generate" "$folder/model.pt2" "$folder/text.txt" $option
+  echo "What is this text about?" | "$folder/examples/generate" "$folder/model" "$folder/text.txt" $option
 done

@@ -1,9 +1,9 @@
 // Text in, text out, without Python: answers questions about a long text.
 //
-//   generate PACKAGE.pt2 TEXT.txt [--dense] < questions.txt
+//   generate PACKAGE TEXT.txt [--dense] < questions.txt
 //
-// PACKAGE.pt2 and the tokenizer beside it are what `h2o-prefill export` wrote. Questions are lines
-// of standard input; each goes on from the answers before. --dense prefills the text densely.
+// PACKAGE is the folder that `h2o-prefill export` wrote. Questions are lines of standard input;
+// each goes on from the answers before. --dense prefills the text densely.
 #include <h2o_prefill/package_session.h>
 #include <h2o_prefill/tokenizer.h>
 
@@ -14,9 +14,9 @@
 
 namespace {
 
-void run(const std::string& file, const std::string& text_file, bool dense) {
-  h2o_prefill::PackageSession session(std::make_shared<const h2o_prefill::Package>(file));
-  const h2o_prefill::Tokenizer tokenizer(file.substr(0, file.rfind('.')) + ".tokenizer");
+void run(const std::string& package, const std::string& text_file, bool dense) {
+  h2o_prefill::PackageSession session(std::make_shared<const h2o_prefill::Package>(package));
+  const h2o_prefill::Tokenizer tokenizer(package + "/tokenizer");
   h2o_prefill::Sampler greedy;
   std::ostringstream text;
   if (!(text << std::ifstream(text_file).rdbuf())) {
@@ -51,7 +51,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const bool dense = arguments.size() == 3 && arguments[2] == "--dense";
   if (arguments.size() != (dense ? 3 : 2)) {
-    std::cerr << "usage: generate PACKAGE.pt2 TEXT.txt [--dense] < questions.txt\n";
+    std::cerr << "usage: generate PACKAGE TEXT.txt [--dense] < questions.txt\n";
     return 1;
   }
   try {

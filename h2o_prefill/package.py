@@ -1,6 +1,8 @@
-"""Whole models as AOTInductor packages: their metadata, and how to run them.
+"""Whole models as packages of compiled code and weights: their metadata, and how to run them.
 
-`h2o-prefill export` writes packages; a C++ program can run them without Python.
+`h2o-prefill export` writes packages; a C++ program can run them without Python. A package is a
+folder. Its weights.pt, PyTorch's container, holds (`NAME`, `VERSION`, metadata, weights by name)
+and is mapped. code-SUM.so and code-SUM.json are Inductor's, SUM is their CRC.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from h2o_prefill.state import estimated_kl, no_errors
 # Tensors of the state of a layer.
 STATE_OF_LAYER = 5
 
-# Prefix of the keys in a package's metadata.
-_PREFIX = "h2o_prefill."
+NAME, VERSION = "h2o_prefill.package", 1
+WEIGHTS = "weights.pt"
+TOKENIZER = "tokenizer"  # a folder in the package
 
 
 @dataclass(frozen=True)
 class PackageInfo:
-    """Metadata of a package, stored in the package and in a JSON file beside it."""
+    """Metadata of a package."""
 
     model: str  # name of the model's class
     settings: str  # for PrefillConfig.parse
@@ -43,9 +46,11 @@ class PackageInfo:
     torch: str
     transformers: str
     model_hash: str  # of config and weights, which session files name
-    weights: str  # their format: "int8", or the dtype
-    cpu_features: str  # of the machine that wrote the package, separated by blanks
-    tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
+    weights: str  # their format: "float32", "bfloat16", "float16" or "int8"
+    machine: str  # architecture that the code is for, as "x86_64"
+    cpu_features: str  # that the code needs, separated by blanks
+    weights_bytes: int = 0  # of the mapped weights, which processes share
+    code: str = ""  # CRC of the code
 
     @property
     def config(self) -> PrefillConfig:
@@ -58,18 +63,22 @@ class PackageInfo:
         shortest = self.config.shortest_sparse_prompt(like)
         return self.config.resolved(shortest, tokens)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of a session for each of its tokens: token id, keys, values and scores."""
+        row = 2 * self.head_dim * getattr(torch, self.dtype).itemsize + torch.float32.itemsize
+        return self.layers * self.kv_heads * row + torch.int64.itemsize
+
     def to_metadata(self) -> dict[str, str]:
         """Return the fields as texts, as a package stores them."""
         values = {**asdict(self), "end_ids": ",".join(map(str, self.end_ids))}
-        return {_PREFIX + name: str(value) for name, value in values.items()}
+        return {name: str(value) for name, value in values.items()}
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, str]) -> PackageInfo:
         """Read what `to_metadata` returned; KeyError if a package of another kind has it."""
-        values: dict[str, Any] = {
-            name: metadata[_PREFIX + name] for name in cls.__dataclass_fields__
-        }
-        for name in ("capacity", "vocabulary", "layers", "kv_heads", "head_dim"):
+        values: dict[str, Any] = {name: metadata[name] for name in cls.__dataclass_fields__}
+        for name in ("capacity", "vocabulary", "layers", "kv_heads", "head_dim", "weights_bytes"):
             values[name] = int(values[name])
         values["end_ids"] = tuple(int(x) for x in values["end_ids"].split(",") if x)
         return cls(**values)
@@ -101,7 +110,7 @@ class PrefillPackage:
     Parameters
     ----------
     path : path
-        The .pt2 file.
+        The folder.
     checkpoints : bool
         Whether sparse calls keep what later ones need at their end, for an exact `truncate`.
 
@@ -112,19 +121,23 @@ class PrefillPackage:
     Raises
     ------
     FileNotFoundError
-        If the file does not exist.
+        If the folder does not exist.
     ValueError
-        If the file is not a package of this library, or is for another version of PyTorch or
-        another CPU.
+        If it is not a package of this version of the library, is damaged, or is for another version
+        of PyTorch or another CPU.
+    OSError
+        If a file cannot be mapped, or there is no memory for keys and values.
     """
 
     def __init__(self, path: str | Path, checkpoints: bool = False) -> None:
         path = Path(path).expanduser()
-        if not path.is_file():
-            raise FileNotFoundError(f"package: no such file: {str(path)!r}")
+        if not path.exists():
+            raise FileNotFoundError(f"package: no such folder: {str(path)!r}")
         self.path = path
-        self.info = read_info(path)
-        self._session = torch.classes.h2o_prefill.PackageSession(str(path), checkpoints)
+        with native_errors():
+            self._session = torch.classes.h2o_prefill.PackageSession(str(path), checkpoints)
+        saved: Any = torch.load(path / WEIGHTS, mmap=True, weights_only=True)
+        self.info = PackageInfo.from_metadata(saved[2])
         self._state = self._session.state()
 
     @property
@@ -272,16 +285,3 @@ class PrefillPackage:
                 elif token is None and on_progress is not None:
                     on_progress(answer.prefilled(), ids.shape[1])
         return answer.tokens()
-
-
-def read_info(path: Path) -> PackageInfo:
-    """Read the metadata of a package without loading its code; ValueError if it has none."""
-    try:
-        loader: Any = torch._C._aoti.AOTIModelPackageLoader
-        metadata = loader.load_metadata_from_package(str(path), "model")
-        info = PackageInfo.from_metadata(metadata)
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"package must be a file that `h2o-prefill export` wrote, got {str(path)!r}"
-        ) from error
-    return info

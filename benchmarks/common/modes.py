@@ -103,7 +103,7 @@ class Programs:
             kind = f"{weights} package".strip()
             dense = f"{OURS} exact, {kind}" if weights and "exact" in configs else self.dense
             for number, (name, config) in enumerate(configs.items()):
-                path = self._formats / f"{number}{weights}.pt2"
+                path = self._formats / f"{number}{weights}"
                 write_package(model, tokenizer, config, self._longest, path, weights)
                 arguments = {"path": str(path), "threads": self._threads}
                 modes[f"{OURS} {name}, {kind}"] = Mode(

@@ -6,12 +6,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 
 #include "core/state_header.h"
 #include "h2o_prefill/config.h"
 
 namespace h2o_prefill {
+
+// CRC-32 of some bytes, after those of an earlier call.
+uint32_t checksum(const char* data, size_t size, uint32_t before = 0);
 
 struct Session {
   std::string settings = {};     // as of PrefillConfig::to_fields()

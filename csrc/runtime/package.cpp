@@ -2,14 +2,15 @@
 
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <sys/utsname.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/version.h>
 
 #include <charconv>
-#include <exception>
-#include <filesystem>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <system_error>
@@ -19,33 +20,20 @@
 #include "h2o_prefill/library.h"
 #include "h2o_prefill/ops.h"
 #include "kernels/cpu/cpu_features.h"
+#include "runtime/package_files.h"
 
 namespace h2o_prefill {
 namespace {
 
 using Metadata = std::unordered_map<std::string, std::string>;
-using torch::inductor::AOTIModelPackageLoader;
-
-constexpr const char* kModel = "model";  // Inductor's name of the model of a package
-
-Metadata read_metadata(const std::string& path) {
-  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no package ", path);
-  Metadata metadata;
-  try {
-    metadata = AOTIModelPackageLoader::load_metadata_from_package(path, kModel);
-  } catch (const std::exception&) {
-  }
-  TORCH_CHECK_VALUE(metadata.contains("h2o_prefill.model_hash"), path,
-                    " is no package that `h2o-prefill export` wrote");
-  return metadata;
-}
+using torch::inductor::AOTIModelContainerRunnerCpu;
 
 [[noreturn]] void refuse_incomplete() {
   TORCH_CHECK_VALUE(false, "the metadata of the package are incomplete: export the model again");
 }
 
 const std::string& text_of(const Metadata& metadata, const char* name) {
-  const auto entry = metadata.find(std::string("h2o_prefill.") + name);
+  const auto entry = metadata.find(name);
   if (entry == metadata.end()) refuse_incomplete();
   return entry->second;
 }
@@ -67,15 +55,13 @@ void check_machine(const Metadata& metadata) {
                     " and this program runs ", TORCH_VERSION, ": export the model again");
   utsname system{};
   uname(&system);
-  const auto machine = metadata.find("AOTI_MACHINE");
-  TORCH_CHECK_VALUE(machine == metadata.end() || machine->second == system.machine,
-                    "the package is for ", machine->second, " machines, and this is a ",
-                    system.machine, ": export the model on a machine like this one");
+  const std::string& machine = text_of(metadata, "machine");
+  TORCH_CHECK_VALUE(machine == system.machine, "the package is for ", machine,
+                    " machines, and this is a ", system.machine,
+                    ": export the model on a machine like this one");
   // Inductor's name of no instruction set is there too.
   const std::string had = " INVALID_VEC_ISA " + cpu_features() + " ";
-  const auto isa = metadata.find("AOTI_CPU_ISA");
-  std::istringstream names(text_of(metadata, "cpu_features") + " " +
-                           (isa == metadata.end() ? "" : isa->second));
+  std::istringstream names(text_of(metadata, "cpu_features"));
   for (std::string name; names >> name;) {
     TORCH_CHECK_VALUE(had.find(" " + name + " ") != std::string::npos, "the package has code for ",
                       name,
@@ -108,7 +94,8 @@ PackageInfo read_info(const Metadata& metadata) {
                    .layers = number("layers"),
                    .kv_heads = number("kv_heads"),
                    .head_dim = number("head_dim"),
-                   .end_ids = {}};
+                   .end_ids = {},
+                   .weights_bytes = number("weights_bytes")};
   std::istringstream ids(text("end_ids"));
   for (std::string id; std::getline(ids, id, ',');) info.end_ids.push_back(number_of(id));
   return info;
@@ -130,6 +117,13 @@ std::vector<at::Tensor> forms_of(const PackageInfo& info) {
     forms.push_back(form({1, info.kv_heads, kErrorFields}, at::kFloat));
   }
   return forms;
+}
+
+// Zeros that take memory as they are written, or read.
+at::Tensor zeros_as_touched(const at::Tensor& form) {
+  const auto mapping = std::make_shared<const Mapping>(form.nbytes());
+  return at::from_blob(
+      mapping->data(), form.sizes(), [mapping](void*) {}, at::TensorOptions(form.scalar_type()));
 }
 
 // The code of a package reads tensors by the sizes that it was compiled for.
@@ -157,32 +151,50 @@ void check_ints(const char* name, const at::Tensor& t, int64_t dims) {
 }  // namespace
 
 struct Package::Impl {
-  PackageInfo info;
-  std::vector<at::Tensor> forms;
-  AOTIModelPackageLoader loader;
+  explicit Impl(const std::string& path) : files(path) {}
+
+  PackageFiles files;
+  PackageInfo info = {};
+  std::vector<at::Tensor> forms = {};
+  std::optional<AOTIModelContainerRunnerCpu> runner = {};
 };
 
-Package::Package(const std::string& path, int64_t concurrency) {
+Package::Package(const std::string& path, int64_t concurrency)
+    : impl_(std::make_unique<Impl>(path)) {
   check_at_least("concurrency", concurrency, 1);
   // A package names the operators by text: this makes sure that they are registered.
   init();
-  const Metadata metadata = read_metadata(path);
-  check_machine(metadata);
-  const PackageInfo info = read_info(metadata);
-  impl_ = std::unique_ptr<Impl>(
-      new Impl{info, forms_of(info),
-               AOTIModelPackageLoader(path, kModel, /*run_single_threaded=*/false, concurrency)});
+  const PackageFiles& files = impl_->files;
+  check_machine(files.metadata);
+  impl_->info = read_info(files.metadata);
+  impl_->forms = forms_of(impl_->info);
+  files.check_code();
+  auto& runner = impl_->runner.emplace(files.code + ".so", concurrency);
+  std::unordered_map<std::string, at::Tensor> constants;
+  for (const auto& [constant, name] : runner.getConstantNamesToOriginalFQNs()) {
+    const auto found = files.weights.find(name);
+    if (found == files.weights.end()) refuse_incomplete();
+    constants.emplace(constant, found->second);
+  }
+  runner.update_constant_buffer(constants, /*use_inactive=*/false, /*validate_full_updates=*/true,
+                                /*user_managed=*/true);
 }
 
 Package::~Package() = default;
 
 const PackageInfo& Package::info() const { return impl_->info; }
 
+int64_t PackageInfo::bytes_per_token() const {
+  const int64_t row = 2 * head_dim * static_cast<int64_t>(c10::elementSize(dtype));
+  return layers * kv_heads * (row + int64_t{sizeof(float)}) + int64_t{sizeof(int64_t)};
+}
+
 std::vector<at::Tensor> Package::new_state() const {
   std::vector<at::Tensor> state;
   for (const at::Tensor& form : impl_->forms) {
     const auto dtype = form.scalar_type();
-    state.push_back(at::full(form.sizes(), dtype == at::kInt ? -1 : 0, dtype));
+    const bool is_memory = dtype == at::kInt;  // small, and not zero
+    state.push_back(is_memory ? at::full(form.sizes(), -1, dtype) : zeros_as_touched(form));
   }
   return state;
 }
@@ -221,7 +233,7 @@ at::Tensor Package::run(const at::Tensor& token_ids, const at::Tensor& rows,
   check_index("rows", last.item<int64_t>(), token_ids.size(1));
   std::vector<at::Tensor> inputs{token_ids.contiguous(), rows.contiguous()};
   inputs.insert(inputs.end(), state.begin(), state.end());
-  return impl_->loader.run(inputs).at(0);
+  return impl_->runner->run(inputs).at(0);
 }
 
 }  // namespace h2o_prefill

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
+from h2o_prefill.package import WEIGHTS
 
 
 @options.command
@@ -17,29 +18,36 @@ def export(
     model: options.CpuModelOptions,
     preset: options.PresetOption = None,
     output: Path = typer.Option(
-        ..., metavar="FILE.pt2", help="Package to write.", show_default=False
+        ..., metavar="FOLDER", help="Package to write.", show_default=False
     ),
     capacity: int = typer.Option(
         8192, min=2, help="Maximum number of tokens of prompt and answer together."
     ),
-    weights: Literal["int8"] | None = typer.Option(
-        None, help="Format of the weights in the package.", show_default="--dtype"
+    weights: Literal["float32", "bfloat16", "float16", "int8"] | None = typer.Option(
+        None,
+        help="Format of the weights. They are multiplied in the data type of --dtype.",
+        show_default="the checkpoint's 16 bits, else float16",
+    ),
+    kv: Literal["float32", "bfloat16", "float16"] | None = typer.Option(
+        None, help="Data type of keys and values.", show_default="--dtype in 16 bits"
     ),
 ) -> None:
-    """Write a whole model as an AOTInductor package that runs without Python.
+    """Write a whole model as a package that runs without Python.
 
-    One graph prefills and decodes. FILE.pt2 holds the weights; FILE.json, which describes the
-    package, and the folder FILE.tokenizer are written beside it. `h2o-prefill generate --package`
-    runs them, and in C++ the classes Package, PackageSession and Tokenizer (examples/generate.cpp).
+    One graph prefills and decodes. FOLDER has its compiled code, its weights, which are mapped, and
+    its tokenizer. `h2o-prefill generate --package` runs it, and in C++ the classes Package,
+    PackageSession and Tokenizer (examples/generate.cpp).
     """
     from h2o_prefill.generation.packages import write_package
 
-    outputs.check_output_file(output, "--output", (".pt2",))
+    outputs.check_output_folder(output, (WEIGHTS,))
     config = options.find_settings(preset)
     network, tokenizer = model.load()
     with Console(stderr=True).status("compiling, which takes minutes"):
-        written = write_package(network, tokenizer, config, capacity, output, weights or "")
-    for path in written:
-        console.stderr.print(f"wrote {path}")
+        info = write_package(network, tokenizer, config, capacity, output, weights or "", kv or "")
+    console.stderr.print(
+        f"wrote {output}: weights {info.weights_bytes / 1e6:.0f} MB, "
+        f"and {info.bytes_per_token / 1e3:.1f} MB for 1,000 tokens"
+    )
     if not has_cpp_tokenizers():
         console.stderr.print("no tokenizer for C++ was written: pip install openvino-tokenizers")

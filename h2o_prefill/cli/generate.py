@@ -59,7 +59,7 @@ def generate(
     ),
     package: Path | None = typer.Option(
         None,
-        metavar="FILE.pt2",
+        metavar="FOLDER",
         help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
         "type are used.",
     ),

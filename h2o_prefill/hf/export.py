@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import platform
+import tempfile
+import zipfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_prefill import ops
+from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest, fingerprint
@@ -18,9 +25,9 @@ from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
-from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
+from h2o_prefill.package import NAME, STATE_OF_LAYER, VERSION, WEIGHTS, PackageInfo
 
-NAME = "h2o_prefill_package"
+_ATTENTION = "h2o_prefill_package"
 
 # Tokens that a graph and its model are compared on, spread over the vocabulary.
 _COMPARED, _STEP = 24, 7919
@@ -71,22 +78,24 @@ def attend_in_place(*args: Any, **kwargs: Any) -> Attended:
     buffers = call.kwargs["package_state"][first : first + STATE_OF_LAYER]
     window = window_of(call.module)
     options = LayerOptions(recall, call.number, settings, call.logit_options, window)
+    query, key, value = (x.to(buffers[0].dtype) for x in (call.query, call.key, call.value))
     state: Any = *buffers, position
-    out = ops.prefill_attention_(call.query, call.key, call.value, *state, *options.arguments)
-    return out.transpose(1, 2), None
+    out = ops.prefill_attention_(query, key, value, *state, *options.arguments)
+    return out.to(call.query.dtype).transpose(1, 2), None
 
 
 def describe_package(
     model: PreTrainedModel,
     config: PrefillConfig,
     capacity: int,
-    tokenizer: str = "",
     weights: str = "",
+    kv: str = "",
     token_text: Tensor | None = None,
 ) -> PackageInfo:
     """Return what the package of a model will hold; ValueError if it cannot be exported.
 
-    `weights` tells of what `with_int8_weights` returned; token_text as in `lexical_recall`.
+    `weights` is the format of the weights, `kv` the dtype of keys and values, by default the
+    model's; token_text as in `lexical_recall`.
     """
     hf_config: Any = model.config.get_text_config(decoder=True)
     longest = hf_config.max_position_embeddings
@@ -107,12 +116,13 @@ def describe_package(
             f"{rope['rope_type']}"
         )
     heads, dtype = hf_config.num_attention_heads, str(model.dtype).removeprefix("torch.")
+    kv, text = kv or dtype, "" if token_text is None else digest(token_text)
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),
-        dtype=dtype,
+        dtype=kv,
         capacity=capacity,
         vocabulary=hf_config.vocab_size,
         layers=len(layers),
@@ -122,10 +132,11 @@ def describe_package(
         h2o_prefill=build_info()["version"],
         torch=str(torch.__version__),
         transformers=transformers.__version__,
-        model_hash=fingerprint(model, "" if token_text is None else digest(token_text)),
-        tokenizer=tokenizer,
+        # Sessions have the dtype of keys and values.
+        model_hash=fingerprint(model, text).replace(f"dtype={dtype}", f"dtype={kv}"),
         weights=weights or dtype,
-        cpu_features=torch.ops.h2o_prefill.cpu_features().strip(),
+        machine=platform.machine(),
+        cpu_features=str(pick_vec_isa()).upper(),
     )
 
 
@@ -137,14 +148,14 @@ def export_model(
     Raises ValueError for a model whose graph gives other logits than it gives itself: one that has
     other state than keys and values, or changes attention in a way that the operator does not.
     """
-    AttentionInterface.register(NAME, attend_in_place)
+    AttentionInterface.register(_ATTENTION, attend_in_place)
     previous = model.config._attn_implementation
     tokens, state = min(64, info.capacity), info.new_state()
     example = (torch.zeros(1, tokens, dtype=torch.int64), torch.arange(3) % tokens, *state)
     dim = torch.export.Dim
     sizes: Any = {1: dim("tokens", max=info.capacity)}, {0: dim("rows", max=info.capacity)}
     shapes = *sizes, tuple({} for _ in state)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(_ATTENTION)
     try:
         packaged = PackagedModel(model, PrefillConfig.parse(info.settings), token_text)
         with torch.no_grad():
@@ -179,16 +190,39 @@ def _check_same_logits(
             begin += len(rows)
 
 
-def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, path: Path) -> None:
-    """Compile what `export_model` returned into a package."""
+def compile_package(
+    program: torch.export.ExportedProgram, info: PackageInfo, folder: Path
+) -> PackageInfo:
+    """Compile what `export_model` returned into a package; one that is there is replaced.
+
+    Returns the metadata, with what only the files tell.
+    """
     options = {
-        "aot_inductor.metadata": info.to_metadata(),
-        # Weights in the layout of oneDNN's products. A tied embedding's weights are there twice.
-        "freezing": True,
+        "aot_inductor.package_constants_in_so": False,
         # Else the code runs with as many threads as there are here.
         "cpp.dynamic_threads": True,
     }
-    with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs=options
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, torch.no_grad():
+        archive = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{scratch}/code.pt2", inductor_configs=options
         )
+        with zipfile.ZipFile(archive) as files:
+            (library,) = (name for name in files.namelist() if name.endswith(".so"))
+            code = {".so": files.read(library), ".json": files.read(library[:-2] + "json")}
+    # Nothing of libtorch.so is called, which in wheels for CUDA loads CUDA's libraries.
+    code[".so"] = code[".so"].replace(b"\0libtorch.so\0", b"\0libc10.so\0\0\0")
+    crc = str(zlib.crc32(code[".json"], zlib.crc32(code[".so"])))
+    for suffix, content in code.items():
+        with replaced_file(folder / f"code-{crc}{suffix}") as path:
+            path.write_bytes(content)
+    constants: Any = {**program.state_dict, **program.constants}
+    weights = {name: tensor.detach() for name, tensor in constants.items()}
+    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in weights.values()}
+    info = replace(info, weights_bytes=sum(storages.values()), code=crc)
+    with replaced_file(folder / WEIGHTS) as path:
+        torch.save((NAME, VERSION, info.to_metadata(), weights), path)
+    for path in folder.glob("code-*"):
+        if path.stem != f"code-{crc}":
+            path.unlink()
+    return info

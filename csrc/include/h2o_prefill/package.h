@@ -1,9 +1,7 @@
-// A whole model that `h2o-prefill export` wrote as an AOTInductor package.
+// A whole model that `h2o-prefill export` wrote: compiled code, and weights that are mapped.
 //
-//   const auto package = std::make_shared<const h2o_prefill::Package>("model.pt2");
+//   const auto package = std::make_shared<const h2o_prefill::Package>("model");
 //   h2o_prefill::PackageSession session(package);   // package_session.h
-//
-// The program must link libtorch.so, which the code of packages needs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +17,7 @@
 namespace h2o_prefill {
 
 // The metadata of a package.
-struct PackageInfo {
+struct H2O_API PackageInfo {
   std::string model = {};       // name of the model's class
   std::string model_hash = {};  // of config and weights, which session files name
   PrefillConfig settings = {};
@@ -30,14 +28,19 @@ struct PackageInfo {
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   std::vector<int64_t> end_ids = {};  // token ids that end a text
+  int64_t weights_bytes = 0;          // of the mapped weights, which processes share
+
+  // Memory of a session for each of its tokens: token id, keys, values and scores.
+  int64_t bytes_per_token() const;
 };
 
 // Weights and code, which any number of sessions share.
 class H2O_API Package {
  public:
-  // concurrency: calls that run at the same time; more wait for one to end. Throws c10::ValueError,
-  // in one line, if there is no such file, it is no package of h2o_prefill, or it was written for
-  // another PyTorch or another machine, or on one whose CPU has a feature that this one lacks.
+  // path: the folder of the package. Nothing is copied and nothing is written. concurrency: calls
+  // that run at the same time; more wait for one to end. Throws c10::ValueError, in one line, if
+  // there is no such package, it is damaged, or its code is for another PyTorch, another machine or
+  // a CPU feature that is missing here; std::runtime_error if a file cannot be mapped.
   explicit Package(const std::string& path, int64_t concurrency = 1);
   ~Package();
 
@@ -45,7 +48,8 @@ class H2O_API Package {
 
   // Tensors of the state of a prompt without tokens, as the model takes them: token ids int64 [1,
   // capacity] and position int64 [2]; for each layer keys and values [1, Hkv, capacity, D], scores
-  // float32 [1, Hkv, capacity], memory set int32 [1, Hkv, memory_size] and errors.
+  // float32 [1, Hkv, capacity], memory set int32 [1, Hkv, memory_size] and errors. They take memory
+  // as they fill; std::runtime_error if there is none.
   std::vector<at::Tensor> new_state() const;
 
   // Number of tokens of a state. Throws c10::ValueError unless its tensors have the forms of

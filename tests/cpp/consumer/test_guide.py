@@ -49,4 +49,4 @@ def test_the_chat_of_the_guide(tmp_path):
     run(tmp_path, blocks)
     lost = subprocess.run([tmp_path / "build" / "chat"], capture_output=True, text=True)
     assert lost.returncode == 1
-    assert re.fullmatch(r"error: there is no package model.pt2.*\n", lost.stderr), lost.stderr
+    assert re.fullmatch(r"error: there is no package model.*\n", lost.stderr), lost.stderr

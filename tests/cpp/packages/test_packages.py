@@ -1,11 +1,10 @@
 """Packages of a tiny model: exported by the command line, and run by Python and by C++ programs."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import zipfile
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -32,6 +31,7 @@ def command(*arguments):
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     path = tiny_models.save_model(tmp_path_factory.mktemp("model"))
+    load_model(str(path), "bfloat16")[0].save_pretrained(path)  # as most checkpoints
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     (path / "chat_template.jinja").write_text(template)
     return path
@@ -39,9 +39,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def package(folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("package") / "tiny.pt2"
-    sizes = ("--capacity", CAPACITY, "--dtype", "float32", "--preset", SETTINGS)
-    result = command("export", "--model", folder, *sizes, "--output", path)
+    path = tmp_path_factory.mktemp("package") / "tiny"
+    types = ("--dtype", "float32", "--kv", "float32")
+    sizes = ("--capacity", CAPACITY, "--preset", SETTINGS)
+    result = command("export", "--model", folder, *types, *sizes, "--output", path)
     assert result.exit_code == 0, result.output
     return path
 
@@ -68,11 +69,16 @@ def greedy(model, ids, settings):
         return model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
 
 
-def test_what_stands_beside_a_package(package):
-    info = json.loads(package.with_suffix(".json").read_text())
-    assert info["model"] == "LlamaForCausalLM" and info["capacity"] == CAPACITY
-    assert PrefillConfig.parse(info["settings"]) == PrefillConfig.parse(SETTINGS)
-    assert (package.parent / info["tokenizer"] / "tokenizer.json").is_file()
+def test_what_a_package_consists_of(package):
+    info = PrefillPackage(package).info
+    assert info.model == "LlamaForCausalLM" and info.capacity == CAPACITY
+    assert info.config == PrefillConfig.parse(SETTINGS) and info.weights == "bfloat16"
+    code = f"code-{info.code}"
+    files = {"tokenizer", "weights.pt", f"{code}.json", f"{code}.so"}
+    assert {path.name for path in package.iterdir()} == files
+    # Each weight once, aligned, and nothing else.
+    assert 0 < (package / "weights.pt").stat().st_size - info.weights_bytes < 20_000
+    assert info.bytes_per_token == 2 * 2 * (2 * 16 + 1) * 4 + 8
 
 
 def test_python_runs_a_package(package, model, ids):
@@ -186,14 +192,28 @@ def test_packages_and_caches_go_on_from_each_other(package, folder, ids, tmp_pat
 
 
 BROKEN = {
-    "nothing": ((), "usage: generate PACKAGE.pt2"),
+    "nothing": ((), "usage: generate PACKAGE"),
     "another option": (("{package}", "{text}", "--sparse"), "usage: "),
-    "no package": (("none.pt2", "{text}"), "error: there is no package none.pt2"),
+    "no package": (("none", "{text}"), "error: there is no package none"),
     "no text": (("{package}", "none.txt"), "error: cannot read none.txt"),
-    "another file": (("{text}", "{text}"), "is no package that `h2o-prefill export` wrote"),
+    "another file": (
+        ("{text}", "{text}"),
+        "is no folder that this version's",
+    ),
     "too long a text": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
     "no tokenizer": (("{alone}", "{text}"), "there is no tokenizer for C++ in "),
 }
+
+
+def changed_metadata(package, path, change):
+    """Copy a package whose metadata differ."""
+    shutil.copytree(package, path)
+    name, version, metadata, weights = torch.load(path / "weights.pt")
+    change = dict(change)
+    version = change.pop("version", version)
+    fields = {k: v for k, v in {**metadata, **change}.items() if v is not None}
+    torch.save((name, version, fields, weights), path / "weights.pt")
+    return path
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -201,7 +221,9 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
     arguments, message = BROKEN[name]
     (tmp_path / "long.txt").write_text(text.read_text() * 3)
     files = {"package": package, "text": text, "long": tmp_path / "long.txt"}
-    files["alone"] = shutil.copy(package, tmp_path / "alone.pt2")
+    if "{alone}" in arguments:
+        files["alone"] = changed_metadata(package, tmp_path / "alone", {})
+        shutil.rmtree(files["alone"] / "tokenizer")
     arguments = [x.format(**files) for x in arguments]
     result = program("generate", *arguments, cwd=tmp_path, input="Who?\n")
     assert result.returncode == 1
@@ -216,25 +238,76 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
         ("capacity", "-1", "capacity must be >= 1, got -1"),
         ("vocabulary", "0", "vocabulary must be >= 1, got 0"),
         ("layers", "9" * 30, "the metadata of the package are incomplete"),
-        ("kv_heads", "two", "package must be a file that `h2o-prefill export` wrote"),
-        ("head_dim", None, "package must be a file that `h2o-prefill export` wrote"),
-        ("end_ids", "1,x", "package must be a file that `h2o-prefill export` wrote"),
+        ("kv_heads", "two", "the metadata of the package are incomplete"),
+        ("head_dim", None, "the metadata of the package are incomplete"),
+        ("end_ids", "1,x", "the metadata of the package are incomplete"),
+        ("version", 2, "version of the package must be 1, got 2: export the model again"),
+        ("cpu_features", "AVX512 SVE", "code for SVE, which this CPU does not have"),
         ("dtype", "int8", "dtype of a package must be float32, bfloat16 or float16, got int8"),
         ("settings", "h2o,chunk_size=-5", "chunk_size must be >= 1, got -5"),
         ("settings", "h2o,size=5", '"size" is no setting'),
     ],
 )
 def test_damaged_metadata(package, tmp_path, name, value, message):
-    path = tmp_path / "x.pt2"
-    with zipfile.ZipFile(package) as source, zipfile.ZipFile(path, "w") as target:
-        for item in source.infolist():
-            content = source.read(item)
-            if item.filename.endswith("_metadata.json"):
-                key = name if name.isupper() else f"h2o_prefill.{name}"
-                fields = {**json.loads(content), key: value}
-                kept = {name: value for name, value in fields.items() if value is not None}
-                content = json.dumps(kept).encode()
-            target.writestr(item, content)
+    path = changed_metadata(package, tmp_path / "x", {name: value})
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         PrefillPackage(path)
     assert "\n" not in str(refused.value).strip()
+
+
+def broken_weights(folder):
+    file = folder / "weights.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def broken_names(folder):
+    file = folder / "weights.pt"
+    file.write_bytes(file.read_bytes().replace(b"embed_tokens", b"embed-tokens"))
+
+
+def broken_code(folder):
+    (file,) = folder.glob("*.so")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def other_code(folder):
+    (file,) = folder.glob("*.so")
+    file.rename(folder / "code-00000000.so")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (
+            broken_weights,
+            ValueError,
+            "is no package that `h2o-prefill export` wrote, or is damaged",
+        ),
+        (broken_names, ValueError, "is no package that `h2o-prefill export` wrote, or is damaged"),
+        (broken_code, ValueError, r"code-\w+.so is damaged"),
+        (other_code, FileNotFoundError, r"cannot read '.*code-\w+.so'"),
+    ],
+)
+def test_damaged_files(package, tmp_path, damage, error, message):
+    folder = Path(shutil.copytree(package, tmp_path / "x"))
+    damage(folder)
+    with pytest.raises(error, match=message) as refused:
+        PrefillPackage(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_opening_writes_nothing_and_processes_share_the_weights(package, ids):
+    """In a folder that cannot be written; private pages of the weights are no more than touched."""
+    before = {path: path.stat().st_mtime_ns for path in (*package.iterdir(), package)}
+    temporary = set(Path("/tmp").iterdir())
+    package.chmod(0o500)
+    try:
+        runners = [PrefillPackage(package) for _ in range(2)]
+    finally:
+        package.chmod(0o700)
+    assert len({tuple(x.generate(ids, NEW)) for x in runners}) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert not [x for x in set(Path("/tmp").iterdir()) - temporary if [*x.rglob("*.so")]]
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+    (*_, mapped) = [x for x in maps if str(package / "weights.pt") in x]
+    assert " r--s " in mapped and re.search(r"Private_Dirty: +0 kB", mapped)

@@ -301,7 +301,7 @@ TEST(PackageSession, PromptsForWhichDenseAttentionIsFasterAreDense) {
 TEST(PackageSession, SaysWhatIsWrong) {
   PackageSession session(package_of_tests());
   const auto ids = prompt_of(3);
-  EXPECT_REFUSED(Package("/missing.pt2"), "there is no package /missing.pt2");
+  EXPECT_REFUSED(Package("/missing"), "there is no package /missing");
   EXPECT_REFUSED(load_package(0), "concurrency must be >= 1");
   EXPECT_REFUSED(session.forward(ids.to(at::kInt)), "token_ids must be int64");
   EXPECT_REFUSED(session.forward(ids.narrow(1, 0, 0)), "T >= 1");
