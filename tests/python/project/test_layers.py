@@ -39,8 +39,9 @@ ALLOWED = {
     r"core/session\.cpp": (*ATEN, *LIBRARY, "core/", "caffe2/serialize/", "torch/csrc/jit/"),
     r"core/": (*ATEN, *LIBRARY, "core/"),
     r"runtime/": (
-        *(*ATEN, "common/rules.h", "core/session.h", "h2o_prefill/", "sys/utsname.h"),
-        *("kernels/cpu/cpu_features.h", "torch/version.h", "torch/csrc/inductor/aoti_package/"),
+        *(*ATEN, "common/rules.h", "core/session.h", "h2o_prefill/", "runtime/", "sys/"),
+        *("kernels/cpu/cpu_features.h", "torch/version.h", "torch/csrc/inductor/aoti_runner/"),
+        *("caffe2/serialize/", "torch/csrc/jit/", "fcntl.h", "unistd.h"),
     ),
     r"ops/": (
         *(*ATEN, "common/linear_attention_request.h", "common/prefill_entries.h", "common/rules.h"),
