@@ -63,11 +63,6 @@ bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
   return wrong == 0;
 }
 
-void check_strided(const char* name, const Tensor& t) {
-  TORCH_CHECK_VALUE(t.defined() && t.layout() == at::kStrided, name,
-                    " must be a strided tensor, got ", describe(t));
-}
-
 // What pack_linear returns for a weight of this many outputs.
 void check_packed(const Tensor& packed, const Tensor& scales, int64_t outputs) {
   check_dims("packed", packed, 3);
