@@ -66,12 +66,12 @@ void check_num_layers(int64_t num_layers) {
 void check_layer(int64_t layer, int64_t num_layers) { check_index("layer", layer, num_layers); }
 
 void check_strided(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.defined(), name, " must be a tensor, got none");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, got layout ",
                     t.layout());
 }
 
 void check_dims(const char* name, const at::Tensor& t, int64_t dims) {
-  TORCH_CHECK_VALUE(t.defined(), name, " must be a tensor with ", dims, " dimensions, got none");
   check_strided(name, t);
   TORCH_CHECK_VALUE(t.dim() == dims, name, " must have ", dims, " dimensions, got shape ",
                     t.sizes());

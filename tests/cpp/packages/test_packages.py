@@ -233,7 +233,7 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("AOTI_MACHINE", "riscv64", "the package is for riscv64 machines"),
+        ("machine", "riscv64", "the package is for riscv64 machines"),
         ("torch", "2.1.0", "was written by PyTorch 2.1.0"),
         ("capacity", "-1", "capacity must be >= 1, got -1"),
         ("vocabulary", "0", "vocabulary must be >= 1, got 0"),

@@ -1,6 +1,5 @@
 """Loading of the native library: one clear error for each failure."""
 
-import json
 import os
 import subprocess
 import sys
@@ -37,38 +36,6 @@ def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
     library.write_bytes(b"not a shared object")
     with pytest.raises(ImportError, match=r"cannot be loaded .*rebuild it"):
         _library.load_library()
-
-
-PACKAGE = {
-    **dict.fromkeys(("model", "model_hash", "settings", "dtype", "end_ids"), "h2o"),
-    **dict.fromkeys(("capacity", "vocabulary", "layers", "kv_heads", "head_dim"), "1"),
-    **{"torch": torch.__version__, "cpu_features": torch.ops.h2o_prefill.cpu_features()},
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "dtype of a package must be"),  # after the machine
-        ({"AOTI_CPU_ISA": "INVALID_VEC_ISA"}, "dtype of a package must be"),
-        (
-            {"AOTI_CPU_ISA": "ASIMD AVX2 SVE8"},
-            "code for (SVE8|ASIMD), which this CPU does not have",
-        ),
-        ({"h2o_prefill.cpu_features": "AVX1024"}, "has code for AVX1024, which this CPU does not"),
-        ({"h2o_prefill.cpu_features": None}, "the metadata of the package are incomplete"),
-    ],
-)
-def test_a_package_for_another_cpu_is_refused(tmp_path, change, message):
-    fields = {f"h2o_prefill.{name}": text for name, text in PACKAGE.items()} | change
-    text = json.dumps({name: x for name, x in fields.items() if x is not None}).encode()
-    path = str(tmp_path / "x.pt2")
-    writer = torch._C.PyTorchFileWriter(path)
-    for name, content in (("_metadata.json", text), (".so", b"")):
-        writer.write_record(f"data/aotinductor/model/x.wrapper{name}", content, len(content))
-    writer.write_end_of_file()
-    with pytest.raises(ValueError, match=message):
-        torch.classes.h2o_prefill.PackageSession(path, False)
 
 
 def test_a_library_that_was_never_built(monkeypatch):
