@@ -14,9 +14,11 @@ namespace {
 
 using Args = PackedLinearArgs;
 
-// Tokens that are worth the conversion of weights, and those of a product by AMX.
+// Tokens that are worth the conversion of weights, those of a product by AMX, and those that are
+// worth a copy of the weights for oneDNN.
 constexpr int64_t kLeastTokens = 128;
 constexpr int64_t kGemmTokens = 128;
+constexpr int64_t kPlainTokens = 256;
 
 PanelType panel_type(at::ScalarType type) {
   if (type == at::kChar) return PanelType::kInt8;
@@ -82,6 +84,24 @@ void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
   });
 }
 
+// Products of bfloat16 by oneDNN, which reads [outputs, inputs]: x of bfloat16, inputs even, panels
+// of bfloat16 or int8.
+at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                          const OptionalTensor& bias, int64_t outputs) {
+  const int64_t inputs = packed.size(1), padded = packed.size(0) * kPanelOutputs;
+  const bool is_int8 = packed.scalar_type() == at::kChar;
+  // Pairs of bfloat16 move as one number.
+  auto weight = is_int8 ? packed : packed.view({-1, inputs / 2, 2 * kPanelOutputs}).view(at::kInt);
+  weight = weight.transpose(1, 2).contiguous();
+  weight = is_int8 ? weight.to(at::kBFloat16) : weight.view(at::kBFloat16);
+  const auto out = at::linear(x, weight.view({padded, inputs}).narrow(0, 0, outputs));
+  if (!is_int8 && !bias) return out;
+  auto floats = out.to(at::kFloat);
+  if (is_int8) floats.mul_(scales);
+  if (bias) floats.add_(*bias);
+  return floats.to(at::kBFloat16);
+}
+
 at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
                       const at::Tensor& scales_argument, const OptionalTensor& bias_argument,
                       int64_t outputs) {
@@ -94,6 +114,10 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   const int64_t tokens = x_argument.numel() / inputs,
                 padded = round_up(outputs, Args::kTileOutputs);
   const bool few = tokens <= Args::kFewTokens;
+  if (tokens >= kPlainTokens && dtype == at::kBFloat16 && packed.scalar_type() != at::kHalf &&
+      inputs % 2 == 0 && packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
+    return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);
+  }
   const bool by_gemm = !few && dtype == at::kBFloat16 && packed.scalar_type() == at::kBFloat16 &&
                        inputs % 2 == 0 && cpu_kernels().gemm;
   const auto x = (by_gemm ? x_argument : x_argument.to(at::kFloat)).contiguous();
