@@ -25,10 +25,19 @@ def _fake(*names: str) -> Callable[[Callable[[Any], Any]], None]:
         for name in names:
             arguments = getattr(torch.ops.h2o_prefill, name).default._schema.arguments
             defaults = {x.name: x.default_value for x in arguments}
+            tensors = [x.name for x in arguments if isinstance(x.type, torch.TensorType)]
 
-            def fake(*args: Any, _defaults: dict[str, Any] = defaults, **kwargs: Any) -> Any:
-                values = dict(zip(_defaults, args, strict=False))
-                return function(SimpleNamespace(**{**_defaults, **values, **kwargs}))
+            def fake(
+                *args: Any,
+                _defaults: dict[str, Any] = defaults,
+                _tensors: list[str] = tensors,
+                **kwargs: Any,
+            ) -> Any:
+                values = {**_defaults, **dict(zip(_defaults, args, strict=False)), **kwargs}
+                for tensor in _tensors:
+                    if values[tensor] is None:
+                        raise ValueError(f"{tensor} must be a tensor, got none")
+                return function(SimpleNamespace(**values))
 
             torch.library.register_fake(f"h2o_prefill::{name}", fake)
 
