@@ -23,25 +23,24 @@ def _fake(*names: str) -> Callable[[Callable[[Any], Any]], None]:
 
     def register(function: Callable[[Any], Any]) -> None:
         for name in names:
-            arguments = getattr(torch.ops.h2o_prefill, name).default._schema.arguments
-            defaults = {x.name: x.default_value for x in arguments}
-            tensors = [x.name for x in arguments if isinstance(x.type, torch.TensorType)]
-
-            def fake(
-                *args: Any,
-                _defaults: dict[str, Any] = defaults,
-                _tensors: list[str] = tensors,
-                **kwargs: Any,
-            ) -> Any:
-                values = {**_defaults, **dict(zip(_defaults, args, strict=False)), **kwargs}
-                for tensor in _tensors:
-                    if values[tensor] is None:
-                        raise ValueError(f"{tensor} must be a tensor, got none")
-                return function(SimpleNamespace(**values))
-
-            torch.library.register_fake(f"h2o_prefill::{name}", fake)
+            torch.library.register_fake(f"h2o_prefill::{name}", _with_names(name, function))
 
     return register
+
+
+def _with_names(operator: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    arguments = getattr(torch.ops.h2o_prefill, operator).default._schema.arguments
+    defaults = {x.name: x.default_value for x in arguments}
+    tensors = [x.name for x in arguments if isinstance(x.type, torch.TensorType)]
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        values = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        for name in tensors:
+            if values[name] is None:
+                raise ValueError(f"{name} must be a tensor, got none")
+        return function(SimpleNamespace(**values))
+
+    return fake
 
 
 def _empty_heads(q: Tensor, value_dim: int) -> Tensor:

@@ -24,14 +24,14 @@ _NO_PART = {
 _known: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, str]]] = WeakKeyDictionary()
 
 
-def fingerprint(model: Any, tokenizer: str = "") -> str:
+def fingerprint(model: Any, tokenizer: str = "", dtype: str = "") -> str:
     """Return what tells models apart whose keys and values differ, as words "name=value".
 
     config: digest of the text decoder's config, without what changes no result (`_NO_PART` and
     names that begin with "_"), as JSON. weights: of the name, dtype, shape and numbers of each
     parameter and saved buffer, in the order of their names, without adapters (PEFT). adapters:
     names and weights of the active ones that are not merged. tokenizer: as given, `digest` of the
-    text of the tokens that recall compares.
+    text of the tokens that recall compares. dtype: of keys and values, by default the model's.
 
     Weights are read once, and again after PyTorch has counted a change: what is written through
     `.data` is not seen. It is no protection against forgery.
@@ -40,7 +40,7 @@ def fingerprint(model: Any, tokenizer: str = "") -> str:
     config = {k: _plain_value(v) for k, v in every.items() if k not in _NO_PART and k[0] != "_"}
     words = {
         "config": digest(json.dumps(config, sort_keys=True)),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype or str(model.dtype).removeprefix("torch."),
         **_weight_digests(model),
         "tokenizer": tokenizer,
     }

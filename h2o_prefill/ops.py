@@ -34,7 +34,8 @@ Arguments and results that several operators share:
 The operators are for inference: inputs that require gradients are refused while gradients are
 enabled, except by `chunkwise_linear_attention`, which has a backward pass. Results are bitwise
 independent of the number of threads, except where PyTorch's attention computes them:
-`dense_attention` with few rows or in float64, and a dense tail of so few rows.
+`dense_attention` with few rows or in float64, and a dense tail of so few rows; and `linear` with
+many tokens in bfloat16.
 """
 
 # The functions below are signatures and docstrings; `_operator` calls the operator of that name.
@@ -279,22 +280,10 @@ def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig
 def pack_linear(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Pack the weight [outputs, inputs] of a linear layer for `linear` and `packed_embedding`.
 
-    Packed weights are the same for all CPUs, are read where they lie, as in a mapped file, and
-    nothing else is copied of them.
-
-    Parameters
-    ----------
-    format : {"bfloat16", "float16", "int8"}
-        int8: rounded to multiples of a scale for each output, its largest magnitude / 127.
-
-    Returns
-    -------
-    packed : Tensor
-        [ceil(outputs / 16), inputs, 16] of that dtype: panels of 16 outputs, the last one filled up
-        with zeros. A panel is [inputs, 16]; of bfloat16, two inputs lie together, [inputs / 2, 16,
-        2], and the last of an odd number alone.
-    scales : Tensor
-        float32 [outputs] of int8, else [0].
+    `format` is "bfloat16", "float16" or "int8", rounded to multiples of a scale for each output,
+    its largest magnitude / 127. Returns packed, [ceil(outputs / 16), inputs, 16] of that dtype, the
+    same for all CPUs, and scales, float32 [outputs] of int8, else [0]. Panels of 16 outputs, the
+    last filled up with zeros, are [inputs, 16]; of bfloat16 [inputs / 2, 16, 2], an odd input last.
     """
 
 
@@ -303,16 +292,14 @@ def linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outpu
     """Apply a linear layer with packed weights: x [..., inputs] to [..., outputs].
 
     Products of weights, `x` and `bias` [outputs] are added in float32 (float64 if x is), and the
-    result has the dtype of x. Up to 6 tokens take the time of reading the weights.
+    result has the dtype of x. Up to 6 tokens take the time of reading the weights. PyTorch's
+    `linear` multiplies 256 tokens or more in bfloat16 where the CPU has such products.
     """
 
 
 @_operator
 def packed_embedding(ids: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """Return rows of a packed weight: ids int64 [...], below `outputs`, to float32 [..., inputs].
-
-    A tied embedding so needs no memory of its own.
-    """
+    """Return rows of a packed weight, float32 [..., inputs], of ids int64 [...] below `outputs`."""
 
 
 @_operator

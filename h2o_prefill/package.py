@@ -136,8 +136,7 @@ class PrefillPackage:
         self.path = path
         with native_errors():
             self._session = torch.classes.h2o_prefill.PackageSession(str(path), checkpoints)
-        saved: Any = torch.load(path / WEIGHTS, mmap=True, weights_only=True)
-        self.info = PackageInfo.from_metadata(saved[2])
+        self.info = PackageInfo.from_metadata(self._session.metadata())
         self._state = self._session.state()
 
     @property

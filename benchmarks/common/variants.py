@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 
 import h2o_prefill
 from h2o_prefill import ChunkedPrefillCache, PrefixCache
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.observe import without_attention
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.package import PrefillPackage
 
 QUESTIONS = 10
-_NO_ATTENTION = "benchmark_no_attention"
 
 
 def prefill_variants(
@@ -27,14 +28,15 @@ def prefill_variants(
     """Return what prefills a prompt, each a callable that gives the last token's logits."""
     sparse, exact, bare = enabled_twin(model, config, len(input_ids[0])), twin(model), twin(model)
     h2o_prefill.enable(exact, "exact")
-    _remove_attention(bare)
+    bare_for_good = contextlib.ExitStack()  # as long as the callable lives
+    bare_for_good.enter_context(without_attention(bare))
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {
         "dense": lambda: prefill(model, [input_ids]),
         "dense_chunked": lambda: prefill(model, pieces),
         "exact": lambda: prefill(exact, [input_ids]),
         "sparse": lambda: prefill(sparse, [input_ids]),
-        "no_attention": lambda: prefill(bare, [input_ids]),
+        "no_attention": lambda _=bare_for_good: prefill(bare, [input_ids]),
     }
 
 
@@ -169,13 +171,3 @@ def int8_twin(model: Any) -> Any:
     rounded = twin(model)
     quantize_(rounded.get_decoder(), Int8DynamicActivationInt8WeightConfig(version=2))
     return rounded
-
-
-def _remove_attention(model: Any) -> None:
-    AttentionInterface.register(_NO_ATTENTION, _return_query)
-    AttentionMaskInterface.register(_NO_ATTENTION, lambda *args, **kwargs: None)
-    model.set_attn_implementation(_NO_ATTENTION)
-
-
-def _return_query(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple:
-    return query.transpose(1, 2).contiguous(), None

@@ -61,6 +61,9 @@ void register_package_session(torch::Library& m) {
            }),
            "A package that h2o-prefill export wrote, and one text of it.",
            {arg("path"), arg("checkpoints") = false})
+      .def(
+          "metadata", [](const Self& self) { return self->object.package().metadata(); },
+          "Return the metadata of the package.")
       .def("checkpoint_before", of(&PackageSession::checkpoint_before),
            "Return the last length, up to this one, to which truncate is exact.", {arg("length")})
       .def("truncate", of(&PackageSession::truncate), "Remove the tokens after the first `length`.",

@@ -184,6 +184,10 @@ Package::~Package() = default;
 
 const PackageInfo& Package::info() const { return impl_->info; }
 
+const std::unordered_map<std::string, std::string>& Package::metadata() const {
+  return impl_->files.metadata;
+}
+
 int64_t PackageInfo::bytes_per_token() const {
   const int64_t row = 2 * head_dim * static_cast<int64_t>(c10::elementSize(dtype));
   return layers * kv_heads * (row + int64_t{sizeof(float)}) + int64_t{sizeof(int64_t)};

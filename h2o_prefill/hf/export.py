@@ -132,8 +132,7 @@ def describe_package(
         h2o_prefill=build_info()["version"],
         torch=str(torch.__version__),
         transformers=transformers.__version__,
-        # Sessions have the dtype of keys and values.
-        model_hash=fingerprint(model, text).replace(f"dtype={dtype}", f"dtype={kv}"),
+        model_hash=fingerprint(model, text, kv),
         weights=weights or dtype,
         machine=platform.machine(),
         cpu_features=str(pick_vec_isa()).upper(),

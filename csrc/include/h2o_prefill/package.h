@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "h2o_prefill/config.h"
@@ -45,6 +46,7 @@ class H2O_API Package {
   ~Package();
 
   const PackageInfo& info() const;
+  const std::unordered_map<std::string, std::string>& metadata() const;
 
   // Tensors of the state of a prompt without tokens, as the model takes them: token ids int64 [1,
   // capacity] and position int64 [2]; for each layer keys and values [1, Hkv, capacity, D], scores

@@ -60,13 +60,7 @@ H2O_INLINE Vec load_half(const char* row, int64_t d) {
     return reinterpret_cast<Vec>(kHalf ? pairs & 0xFFFF0000U : pairs << 16);
   }
   if constexpr (kType == DType::kFloat32) return load(reinterpret_cast<const float*>(row));
-#ifdef H2O_FLOAT16_VECTORS
   return load_float16(reinterpret_cast<const uint16_t*>(row));
-#else
-  float lanes[kLanes];
-  load_floats(row, kType, 0, kLanes, 1.0F, lanes);
-  return load(lanes);
-#endif
 }
 
 // sum[h][i] += query[h] row[i], elementwise, over half of the block at d.

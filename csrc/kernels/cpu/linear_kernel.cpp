@@ -94,12 +94,11 @@ at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const a
   auto weight = is_int8 ? packed : packed.view({-1, inputs / 2, 2 * kPanelOutputs}).view(at::kInt);
   weight = weight.transpose(1, 2).contiguous();
   weight = is_int8 ? weight.to(at::kBFloat16) : weight.view(at::kBFloat16);
-  const auto out = at::linear(x, weight.view({padded, inputs}).narrow(0, 0, outputs));
-  if (!is_int8 && !bias) return out;
-  auto floats = out.to(at::kFloat);
-  if (is_int8) floats.mul_(scales);
-  if (bias) floats.add_(*bias);
-  return floats.to(at::kBFloat16);
+  auto out = at::linear(x, weight.view({padded, inputs}).narrow(0, 0, outputs));
+  if (is_int8 && bias) out = out.to(at::kFloat);  // to be rounded once
+  if (is_int8) out.mul_(scales);
+  if (bias) out.add_(*bias);
+  return out.to(at::kBFloat16);
 }
 
 at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
@@ -114,12 +113,13 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   const int64_t tokens = x_argument.numel() / inputs,
                 padded = round_up(outputs, Args::kTileOutputs);
   const bool few = tokens <= Args::kFewTokens;
-  if (tokens >= kPlainTokens && dtype == at::kBFloat16 && packed.scalar_type() != at::kHalf &&
-      inputs % 2 == 0 && packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
+  const bool in_pairs = dtype == at::kBFloat16 && inputs % 2 == 0;  // as bfloat16's products take x
+  if (in_pairs && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
+      packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
     return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);
   }
-  const bool by_gemm = !few && dtype == at::kBFloat16 && packed.scalar_type() == at::kBFloat16 &&
-                       inputs % 2 == 0 && cpu_kernels().gemm;
+  const bool by_gemm =
+      in_pairs && !few && packed.scalar_type() == at::kBFloat16 && cpu_kernels().gemm;
   const auto x = (by_gemm ? x_argument : x_argument.to(at::kFloat)).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = outputs;

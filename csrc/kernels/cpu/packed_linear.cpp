@@ -21,41 +21,19 @@ static_assert(PackedLinearArgs::kScratchFloats >=
 
 // How weights lie. load(): vector v of the weights of each of the kGroup inputs that lie together.
 // Rest: how inputs lie that are no whole group.
-struct Int8Rows {
-  using Number = int8_t;
-  using Rest = Int8Rows;
+template <typename N, Vec (&load_lanes)(const N*)>
+struct Rows {
+  using Number = N;
+  using Rest = Rows;
   static constexpr int kGroup = 1;
   static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
-    w[0] = load_int8(group + v * kLanes);
-  }
-};
-
-struct Float16Rows {
-  using Number = uint16_t;
-  using Rest = Float16Rows;
-  static constexpr int kGroup = 1;
-  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
-#ifdef H2O_FLOAT16_VECTORS
-    w[0] = load_float16(group + v * kLanes);
-#else
-    float lanes[kLanes];
-    load_floats(group, DType::kFloat16, v * kLanes, kLanes, 1.0F, lanes);
-    w[0] = H2O_ISA::load(lanes);
-#endif
-  }
-};
-
-struct BFloat16Rows {
-  using Number = uint16_t;
-  static constexpr int kGroup = 1;
-  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
-    w[0] = load_bfloat16(group + v * kLanes);
+    w[0] = load_lanes(group + v * kLanes);
   }
 };
 
 struct BFloat16Pairs {
   using Number = uint16_t;
-  using Rest = BFloat16Rows;
+  using Rest = Rows<uint16_t, load_bfloat16>;
   static constexpr int kGroup = 2;
   static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
     typedef uint32_t Pairs __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
@@ -68,30 +46,30 @@ struct BFloat16Pairs {
 template <typename Function>
 H2O_INLINE void with_rows(PanelType type, const Function& f) {
   if (type == PanelType::kBFloat16) return f(BFloat16Pairs{});
-  if (type == PanelType::kFloat16) return f(Float16Rows{});
-  f(Int8Rows{});
+  if (type == PanelType::kFloat16) return f(Rows<uint16_t, load_float16>{});
+  f(Rows<int8_t, load_int8>{});
 }
 
 // The weights of a panel from an input on, which begins a group.
-template <typename Rows>
-H2O_INLINE const typename Rows::Number* weights_at(const PackedLinearArgs& args, int64_t panel,
-                                                   int64_t input) {
-  return static_cast<const typename Rows::Number*>(args.panels) +
+template <typename Layout>
+H2O_INLINE const typename Layout::Number* weights_at(const PackedLinearArgs& args, int64_t panel,
+                                                     int64_t input) {
+  return static_cast<const typename Layout::Number*>(args.panels) +
          (panel * args.inputs + input) * kWidth;
 }
 
 // Adds the products of kInputs inputs with the tokens, in turns to each of kWays sums.
-template <typename Rows, int kInputs, int kWays, int kN>
-H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Rows::Number* weights,
+template <typename Layout, int kInputs, int kWays, int kN>
+H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Layout::Number* weights,
                            Vec (&sums)[kWays][kN][kVectors]) {
 #pragma GCC unroll 8
-  for (int first = 0; first < kInputs; first += Rows::kGroup) {
+  for (int first = 0; first < kInputs; first += Layout::kGroup) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      Vec w[Rows::kGroup];
-      Rows::load(weights + first * kWidth, v, w);
+      Vec w[Layout::kGroup];
+      Layout::load(weights + first * kWidth, v, w);
 #pragma GCC unroll 2
-      for (int i = 0; i < Rows::kGroup; ++i) {
+      for (int i = 0; i < Layout::kGroup; ++i) {
 #pragma GCC unroll 6
         for (int t = 0; t < kN; ++t) {
           Vec& sum = sums[(first + i) % kWays][t][v];
@@ -103,26 +81,26 @@ H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Rows::
 }
 
 // One panel of kN tokens. As many sums as hide the latency of additions.
-template <typename Rows, int kN>
+template <typename Layout, int kN>
 void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
   constexpr int kSums = kN * kVectors;
   constexpr int kWays = kSums >= 8 ? 1 : (kSums >= 4 ? 2 : (kSums >= 2 ? 4 : 8));
-  constexpr int kStep = kWays > Rows::kGroup ? kWays : Rows::kGroup;
+  constexpr int kStep = kWays > Layout::kGroup ? kWays : Layout::kGroup;
   constexpr int64_t kAhead = 1024;  // bytes
   Vec sums[kWays][kN][kVectors] = {};
-  const auto* weights = weights_at<Rows>(args, panel, 0);
+  const auto* weights = weights_at<Layout>(args, panel, 0);
   const float* x = args.x;
   int64_t left = args.inputs;
   for (; left >= kStep; left -= kStep, x += kStep, weights += kStep * kWidth) {
     for (int64_t byte = 0; byte < kStep * kWidth * int64_t{sizeof(*weights)}; byte += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAhead + byte);
-    add_inputs<Rows, kStep>(x, args.inputs, weights, sums);
+    add_inputs<Layout, kStep>(x, args.inputs, weights, sums);
   }
-  for (; left >= Rows::kGroup; left -= Rows::kGroup, x += Rows::kGroup) {
-    add_inputs<Rows, Rows::kGroup>(x, args.inputs, weights, sums);
-    weights += Rows::kGroup * kWidth;
+  for (; left >= Layout::kGroup; left -= Layout::kGroup, x += Layout::kGroup) {
+    add_inputs<Layout, Layout::kGroup>(x, args.inputs, weights, sums);
+    weights += Layout::kGroup * kWidth;
   }
-  if (left > 0) add_inputs<typename Rows::Rest, 1>(x, args.inputs, weights, sums);
+  if (left > 0) add_inputs<typename Layout::Rest, 1>(x, args.inputs, weights, sums);
   for (int t = 0; t < kN; ++t) {
     for (int v = 0; v < kVectors; ++v) {
       Vec total = sums[0][t][v];
@@ -136,11 +114,11 @@ void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
 }
 
 void multiply_few(const PackedLinearArgs& args, int64_t begin, int64_t end) {
-  with_rows(args.type, [&](auto rows) {
-    using Rows = decltype(rows);
+  with_rows(args.type, [&](auto layout) {
+    using Layout = decltype(layout);
     constexpr void (*kByTokens[])(const PackedLinearArgs&, int64_t) = {
-        multiply_panel<Rows, 1>, multiply_panel<Rows, 2>, multiply_panel<Rows, 3>,
-        multiply_panel<Rows, 4>, multiply_panel<Rows, 5>, multiply_panel<Rows, 6>};
+        multiply_panel<Layout, 1>, multiply_panel<Layout, 2>, multiply_panel<Layout, 3>,
+        multiply_panel<Layout, 4>, multiply_panel<Layout, 5>, multiply_panel<Layout, 6>};
     static_assert(sizeof(kByTokens) / sizeof(*kByTokens) == PackedLinearArgs::kFewTokens);
     for (int64_t panel = begin; panel < end; ++panel) kByTokens[args.tokens - 1](args, panel);
   });
@@ -148,11 +126,11 @@ void multiply_few(const PackedLinearArgs& args, int64_t begin, int64_t end) {
 
 // Inputs [input, input + depth) of a panel, as panels of tile.h have them; of those that there are
 // not, zeros. `column`: of the first output, in the block.
-template <typename Rows>
+template <typename Layout>
 void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, int64_t depth,
                    int64_t column, float* block) {
   const bool exists = panel < args.num_panels;
-  const auto* weights = weights_at<Rows>(args, panel, input);
+  const auto* weights = weights_at<Layout>(args, panel, input);
   float* to[kVectors];
   Vec scale[kVectors];
   for (int v = 0; v < kVectors; ++v) {
@@ -171,8 +149,8 @@ void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, i
     }
   };
   int64_t k = 0;
-  for (; k + Rows::kGroup <= depth; k += Rows::kGroup) convert(Rows{}, k);
-  if (k < depth) convert(typename Rows::Rest{}, k);
+  for (; k + Layout::kGroup <= depth; k += Layout::kGroup) convert(Layout{}, k);
+  if (k < depth) convert(typename Layout::Rest{}, k);
 }
 
 void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, float* scratch) {
@@ -188,7 +166,7 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
     });
     for (int64_t first = 0; first < args.tokens; first += kTokens) {
       const int n = static_cast<int>(args.tokens - first < kTokens ? args.tokens - first : kTokens);
-      // Rows of their own: those of x may share cache sets.
+      // Layout of their own: those of x may share cache sets.
       for (int t = 0; t < n; ++t) {
         const float* const x = args.x + (first + t) * args.inputs + input;
         for (int64_t k = 0; k < depth; ++k) rows[t * depth + k] = x[k];

@@ -7,6 +7,14 @@
 
 namespace h2o_prefill::H2O_ISA {
 
+#ifndef H2O_FLOAT16_VECTORS
+H2O_INLINE Vec load_float16(const uint16_t* p) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = float16_to_float(p[i]);
+  return load(lanes);
+}
+#endif
+
 // row[i] = x[i] * factor.
 H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64_t n, float factor,
                             float* row) {
@@ -19,9 +27,7 @@ H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(data) + offset;
     int64_t i = 0;
-#ifdef H2O_FLOAT16_VECTORS
     for (; i + kLanes <= n; i += kLanes) store(row + i, load_float16(x + i) * factor);
-#endif
     for (; i < n; ++i) row[i] = float16_to_float(x[i]) * factor;
   }
 }
