@@ -31,6 +31,8 @@ class Twin:
     def follow(self, method: str, arguments: list[Any], result: Any, context: Any) -> None:
         """Make a step that the context has made."""
         if method == "attend":
+            # With an open min_prefill resolved.
+            self.config = PrefillConfig.from_native(context.config())
             self._attend(result, *arguments)
             return
         # All layers have attended.
