@@ -105,7 +105,7 @@ test-package: wheel
 	pytest -q tests/package
 # Random prompts through the operators, contexts and models: memory stays flat, and every result is right.
 soak: build $(BIN)/.model
-	python tests/soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0)
+	OMP_WAIT_POLICY=PASSIVE H2O_SOAK_MINUTES=$(or $(MINUTES),30) H2O_SOAK_SEED=$(or $(SEED),0) pytest -s tests/soak -k flat
 # Lines of csrc that the tests of operators, classes and C++ run.
 coverage: dev $(BIN)/.model
 	cmake --workflow --preset coverage

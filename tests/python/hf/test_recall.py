@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_helpers import LETTERS, assert_close, in_calls, new_cache, watch
+from hf_helpers import LETTERS, new_cache, watch
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.vocabulary import token_text
@@ -49,18 +49,6 @@ def test_the_text_of_tokens_has_neither_case_nor_spaces():
     table = token_text(LETTERS)
     assert table[[0, 3, 30]].tolist() == [[97, 48, 0], [0, 0, 0], [101, 51, 48]]
     assert token_text(LETTERS) is table
-
-
-def test_later_calls_search_the_whole_prompt(llama, text, searches):
-    with enable(llama, RECALL):
-        whole = llama(text).logits
-        assert_close(in_calls(llama, new_cache(llama), text, (32, 40)), whole)
-    assert [(tuple(ids.shape), begin) for ids, begin in searches] == [
-        ((1, 72), 0),
-        ((1, 32), 0),
-        ((1, 72), 32),
-    ]
-    assert torch.equal(searches[-1][0], text)
 
 
 @pytest.mark.parametrize("strict", [False, True])

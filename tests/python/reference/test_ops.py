@@ -94,28 +94,3 @@ def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
     assert_equal(out, expected[0])
     assert_equal(scores, expected[1])
     assert torch.equal(memory, expected[2]) if tokens > S else (memory == -1).all()
-
-
-def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
-    q, k, v = random_qkv(3 * S)
-    settings = text(local_window=2, heavy_budget=S + 2)
-    # Six tokens arrived without the operator after a first call, and a chunk and a half follow.
-    scores = prefill(*(x[:, :, :S] for x in (q, k, v)))[1]
-    _, scores, memory, _ = ops.chunked_sparse_attention(
-        q[:, :, S + 6 :], k, v, scores, None, *NO_RECALL, 0, settings
-    )
-    # All of chunk 0 outranks a score of 0; two slots are left, and of equals the lower win them.
-    first = ops.select_memory(scores[..., :S], memory[..., :0], 0, S + 6, 2, S + 2, 0)
-    assert first[0, 0].tolist() == [*range(S), S, S + 1, S + 4, S + 5]
-    assert (scores[..., [S + 2, S + 3]] == 0).all() and (scores[..., [S, S + 4]] > 0).all()
-
-
-def test_budgets_grow_where_errors_are_large():
-    """0.01 lies far from the errors of these heads: the first has none."""
-    q, k, v = random_qkv(5 * S + 3)
-    v[:, 0] = 1.0  # whatever the head attends to, the output is the same
-    settings = text(sink_tokens=3, error_rows=4, error_threshold=0.01, max_widen=4)
-    *_, memory, errors = ops.chunked_sparse_attention(q, k, v, None, None, *NO_RECALL, 0, settings)
-    assert errors[0, :, 0].tolist() == [0, 2]
-    assert errors[0, :, 2:].tolist() == [[5, 5], [5, 1 + 2 + 3 * 4]]
-    assert (memory[0] >= 0).sum(-1).tolist() == [3 + L + H, 3 + 4 * (L + H)]
