@@ -148,7 +148,7 @@ class PipelinePrefill:
         sizes : sequence of int
             Tokens of each call; their sum is T.
         note : callable, optional
-            Called after each step with the number of its tokens.
+            Called after each step with the number of tokens so far.
 
         Returns
         -------
@@ -176,7 +176,7 @@ class PipelinePrefill:
                 schedule.step(*([part] if self.ranks.is_first else []), return_outputs=False)
             begin = end
             if note is not None:
-                note(size * count)
+                note(end)
         return self.ranks.from_last(self._stage.result, hidden.device)
 
     def _new_stage(self, received: Tensor, returned: Tensor, device: torch.device) -> _Stage:

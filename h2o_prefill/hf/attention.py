@@ -9,7 +9,6 @@ with a sliding window, whatever their function, go to an operator that visits no
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +23,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions
-from h2o_prefill.hf.call import INDEX_ARGUMENTS, Attended, Call, dense_reason
+from h2o_prefill.hf.call import Attended, Call, dense_reason
 from h2o_prefill.hf.forward import GRAPH_BREAK, call_in_graph
 from h2o_prefill.hf.kinds import LeftOutMask
 from h2o_prefill.hf.layer import StaticPrefillLayer
 from h2o_prefill.state import LayerState
 
-# What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
-EAGER_ONLY = ("s_aux", "softcap")
+# What transformers' sdpa function drops or refuses, in some versions at least; the model's own eager
+# function honours it.
+EAGER_ONLY = ("s_aux", "softcap", "position_bias")
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
@@ -113,10 +113,7 @@ def attend_densely(call: Call) -> Attended:
     if plain and function is sdpa_attention_forward and suits_our_operators(call):
         query, key, value = in_autocast_dtype(call.query, *call.used)
         return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
-    mask = _mask(call, name)
-    if name in ("eager", "sdpa") and call.has(*INDEX_ARGUMENTS):
-        mask = _hide_other_keys(call, mask)
-    return call_function(function, call, *call.used, mask)
+    return call_function(function, call, *call.used, _mask(call, name))
 
 
 def call_function(
@@ -144,9 +141,6 @@ def _implementation(call: Call) -> str:
         home = vars(sys.modules[type(call.module).__module__]).values()
         models = (x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel))
         name = "sdpa" if any(model._supports_sdpa for model in models) else "eager"
-    if name == "sdpa" and call.has("position_bias"):
-        parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
-        name = name if "position_bias" in parameters else "eager"  # Some versions drop it.
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
         # A mask made outside of the forward has sdpa's format, which no other implementation takes.
         name = "sdpa"
@@ -188,7 +182,7 @@ def suits_our_operators(call: Call) -> bool:
         call.query.device.type == "cpu"
         and call.is_causal
         and call.dropout == 0
-        and not call.has("position_bias", "cache", *INDEX_ARGUMENTS)
+        and not call.has("position_bias", "cache")
         and not call.wants_weights  # the function warns of that
         and not call.needs_gradients
         # PyTorch broadcasts a batch of one.
@@ -226,29 +220,6 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
-
-
-def _hide_other_keys(call: Call, mask: Any) -> Any:
-    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose."""
-    # Models that choose their own keys hide the others themselves, but only for those two names.
-    # For every other they pass the choice to the attention function and leave the mask alone.
-    blocks = call.kwargs.get("block_indices")
-    if blocks is not None:
-        positions = call.kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(call.past, call.key.shape[2], device=call.query.device)
-        positions = positions.expand(call.query.shape[0], -1)
-        indexer: Any = call.module.indexer
-        sizes = (call.key.shape[2], call.query.dtype, call.query.device)
-        return indexer.build_block_mask(blocks, mask, *sizes, positions)
-    chosen = call.kwargs["indices"].long()
-    shape = (*chosen.shape[:2], call.key.shape[2])
-    hidden = torch.ones(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, False)
-    if mask is None:
-        mask = torch.ones(shape[1:], dtype=torch.bool, device=chosen.device).tril(call.past)
-    if mask.dtype == torch.bool:
-        return mask & ~hidden[:, None]
-    return mask.masked_fill(hidden[:, None], torch.finfo(call.query.dtype).min)
 
 
 def _attend_in_graph(call: Call) -> Attended:

@@ -65,7 +65,6 @@ class KeepsTokenIds(Cache):
     min_prefill: int | None = None
     # Whether a forward raised half way and left layers of different lengths or states.
     failed: bool = False
-    short_tokens: int = 0  # of calls too short to be sparse; -1 once one was long enough
 
     def check_usable(self) -> None:
         """Refuse a cache that a failed forward has left half updated."""

@@ -38,15 +38,11 @@ NO_STATE = (
     "filled by this model while it was enabled)"
 )
 
-# Of models that choose keys themselves.
-INDEX_ARGUMENTS = ("indices", "block_indices")
-
 # Arguments of attention functions that no operator takes, and why calls with them are dense.
 ARGUMENTS = {
     "cache": NO_STATE,  # a paged one
     "position_bias": UNSUPPORTED,
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"), MASK),
-    **dict.fromkeys(INDEX_ARGUMENTS, UNSUPPORTED),
 }
 
 

@@ -16,7 +16,14 @@ from h2o_prefill.hf.forward import check_idle
 from h2o_prefill.hf.kinds import NAME, EnabledState, count_heads, enabled_of, longest_text
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.parallel import check_heads_here, layers_here
-from h2o_prefill.hf.report import ModelReport, causal_by_mask, look_at_layers, no_model, report_of
+from h2o_prefill.hf.report import (
+    ModelReport,
+    causal_by_mask,
+    chooses_keys,
+    look_at_layers,
+    no_model,
+    report_of,
+)
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import text_for
 
@@ -65,7 +72,7 @@ class PrefillHandle:
             before.strict,
             [(config, config._attn_implementation) for config in configs],
             before.reported,
-            causal_by_mask(self.model, configs, before.config),
+            causal_by_mask(self.model, configs),
             token_text=before.token_text,
             longest_text=longest_text(self.model.config),
         )
@@ -167,8 +174,8 @@ def enable(
     Raises
     ------
     ValueError
-        If an argument is wrong, the model does not use transformers' attention interface, or it
-        shares its config object with an enabled one.
+        If an argument is wrong, the model does not use transformers' attention interface or
+        chooses its keys itself, or it shares its config object with an enabled one.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
@@ -261,6 +268,11 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
 
 def _switch(model: PreTrainedModel) -> None:
     """Set our implementation on the text decoder, and only there: a vision tower keeps its own."""
+    if chooses_keys(model):
+        # They hide the others themselves under the names of transformers' implementations alone.
+        raise ValueError(
+            f"{type(model).__name__} chooses its keys itself, so its attention cannot be replaced"
+        )
     name: str | dict[str, str] = register()
     config: Any = model.config
     text = config.get_text_config(decoder=True)

@@ -208,22 +208,12 @@ class ForwardContext:
             lengths = [x.get_seq_length() if isinstance(x, CacheLayerMixin) else -1 for x in layers]
             cache.failed = any(length != self.begun for length in lengths)
             return
-        least = self.config.sparse_from
-        if self.input_ids is not None and self.new > 1 and not self.is_traced:
-            # A call that was long enough ends the count for good.
-            counts = self.new < least and cache.short_tokens >= 0
-            cache.short_tokens = cache.short_tokens + self.new if counts else -1
-            if cache.short_tokens >= 2 * least:
-                self.enabled.report(
-                    f"a prompt came in calls of fewer than {least} tokens, which are dense; make "
-                    "them longer (prefill_chunk_size), or min_prefill smaller"
-                )
         cache.append_token_ids(self.input_ids)
         if self.was_sparse or not self.begun:
             cache.settings = self.config.to_string()
             cache.tokenizer = self.enabled.tokenizer
         if self.enabled.config.is_auto:
-            cache.min_prefill = least
+            cache.min_prefill = self.config.sparse_from
 
 
 def is_traced() -> bool:

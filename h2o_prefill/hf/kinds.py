@@ -27,7 +27,7 @@ switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 NO_INDEX = "the attention layers have no number, by which caches and dense_layers know them"
 UNSUPPORTED = (
     "attention of this kind is not supported (encoder-decoders, position_bias, keys that layers "
-    "share or that the model chooses, other values than the cached ones)"
+    "share, other values than the cached ones)"
 )
 
 # Kinds of layers that attend as full ones do to a prompt that their window holds.

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache, adopt, cache_argument
+from h2o_prefill.hf.kinds import count_heads
 
 OTHER_CACHE = (
     "cache must be one that this model has filled as a stage of a pipeline while it was enabled, "
     "or an empty DynamicCache: the layers of another one would count positions from 0; got"
 )
-
-# What makes keys in the layers of transformers' models.
-_OF_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 
 
 class StageCache(ChunkedPrefillCache):
@@ -118,15 +116,6 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
 def check_heads_here(model: Any) -> None:
     """Raise ValueError if tensor parallelism does not give every process as many KV heads."""
     count = getattr(model, "_tp_size", None) or 1
-    if count == 1:
-        return
-    from torch.distributed.tensor import DTensor  # Not every build of PyTorch has it.
-
-    heads = model.config.get_text_config(decoder=True).num_key_value_heads
-    spread = any(  # whether each process has a part of the parameters that make keys
-        isinstance(parameter, DTensor) and any(part.is_shard() for part in parameter.placements)
-        for name, parameter in model.named_parameters()
-        if any(f".{projection}." in name for projection in _OF_KEYS)
-    )
-    if spread and heads % count:
+    _, heads = count_heads(model)
+    if heads % count:
         raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")

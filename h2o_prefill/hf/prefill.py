@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_prefill._library import build_info
-from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
 from h2o_prefill.hf.enable import PrefillHandle, enable, handles_of
 from h2o_prefill.hf.forward import announce
-from h2o_prefill.hf.kinds import moving_rope
 from h2o_prefill.hf.parallel import Stage, StageCache, layers_here, new_cache
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import check_ids
@@ -44,7 +42,8 @@ def chunked_prefill(
     """Prefill a prompt sparsely, a few chunks at a time, so that activations stay small.
 
     The result equals one call over the whole prompt, except that `dense_tail` applies to the last
-    call only.
+    call only, and that rotary embeddings of the kinds "dynamic" and "longrope" depend on the tokens
+    of a call, beyond the length that the model was trained with.
 
     A model that transformers has loaded as stages (`DistributedConfig(pp_size=...)`) is prefilled
     by all of them at the same time, each on another chunk: call this in every process, with the
@@ -107,12 +106,6 @@ def chunked_prefill(
         cache = StageCache.of(cache, span)
     past = cache.get_seq_length()
     name, tokens = read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
-    if kind := _rope_by_length(model, past + tokens.shape[1]):
-        warn(
-            f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
-            "calls differ from one, as they do without sparse prefill"
-        )
-
     sparse: Any = contextlib.nullcontext(handle)
     if handle is None:
         sparse = enable(model, chosen, tokenizer=tokenizer, strict=strict)
@@ -163,19 +156,8 @@ def _run_stages(
     )
     width = model.config.get_text_config(decoder=True).hidden_size
     hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
-    silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
-    bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
-    done = 0
-
-    def advance(step: int) -> None:
-        nonlocal done
-        done += step
-        bar.update(step)
-        report(done)
-
     try:
-        with bar:
-            logits = pipeline.run(tokens, hidden, sizes, advance)
+        logits = pipeline.run(tokens, hidden, sizes, report)
     except BaseException:
         cache.failed = True
         raise
@@ -212,14 +194,6 @@ def read_prompt(
     if not mask.all():
         raise ValueError("attention_mask must be without padding: prefill prompts one by one")
     return name, tokens
-
-
-def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
-    """Return the kind of rotary embeddings if they change within so many tokens, else None."""
-    config = model.config.get_text_config(decoder=True)
-    rope, name = moving_rope(config) or {}, "original_max_position_embeddings"
-    trained = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
-    return rope["rope_type"] if rope and length > trained else None
 
 
 def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:

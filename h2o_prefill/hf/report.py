@@ -26,19 +26,6 @@ from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
 
 EMPTY = "the memory set is empty (K + L + H = 0)"
 
-# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
-_IN_WORDS = {
-    "sliding_attention": "sliding",
-    "hybrid_sliding": "sliding",
-    "reference_sliding_attention": "sliding",
-    "chunked_attention": "chunked",
-    "indexed_attention": "of keys that the model chooses itself",
-    "minimax_m3_sparse": "of keys that the model chooses itself",
-    "compressed_sparse_attention": "to compressed keys",
-    "heavily_compressed_attention": "to compressed keys",
-}
-
-
 @dataclass(frozen=True)
 class LayerReport:
     """One attention layer."""
@@ -172,28 +159,29 @@ def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     return fits and is_causal(module)
 
 
-def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillConfig) -> list[Any]:
+def causal_by_mask(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
     """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
 
     Layers that say that they are not causal: encoders, and decoders which leave causality to their
-    masks. Layers that choose keys among those that the mask shows, as DSA and Doge do, unless the
-    config has others which can be sparse. All `configs` if no layer has one, to name our function.
+    masks. All `configs` if no layer has one, to name our function.
     """
-    numbered = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
-    layers: list[Any] = [module for module in numbered if hasattr(module, "config")]
-    if numbered and not layers:
+    layers = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
+    if layers and not any(hasattr(layer, "config") for layer in layers):
         return configs
-    choosers = ("indexer", "prepare_dynamic_mask")
-    choosing = [m for m in layers if any(getattr(m, x, None) is not None for x in choosers)]
-    others = [m.config for m in layers if _can_be_sparse(m, config) and m not in choosing]
-    by_choice = [m.config for m in choosing if all(m.config is not other for other in others)]
-    return by_choice + [
+    return [
         module.config
         for path, module in model.named_modules()
         if getattr(module, "is_causal", None) is False
         and hasattr(module, "config")
         and not is_cross_attention(module, path)
     ]
+
+
+def chooses_keys(model: nn.Module) -> bool:
+    """Return whether layers of a model choose their keys themselves, as DSA and Doge do."""
+    choosers = ("indexer", "prepare_dynamic_mask")
+    layers = (m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx"))
+    return any(getattr(layer, name, None) is not None for layer in layers for name in choosers)
 
 
 def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
@@ -221,7 +209,8 @@ def _why_none_sparse(model: PreTrainedModel, layers: list[Any]) -> str:
         not_causal = "part of an encoder-decoder" if encoder_decoder else "not causal"
         kinds = [layer_type(x) if is_causal(x) else not_causal for x in layers]
         # Each once, in the order of the layers.
-        return "its attention is " + " or ".join(dict.fromkeys(_IN_WORDS.get(x, x) for x in kinds))
+        words = dict.fromkeys(x.removesuffix("_attention").replace("_", " ") for x in kinds)
+        return "its attention is " + " or ".join(words)
     modules = [module for module in model.modules() if _is_attention(module)]
     if not modules:
         return "it has no attention layers"

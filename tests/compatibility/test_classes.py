@@ -23,7 +23,7 @@ SAMPLE = [
     ("DiffLlamaForCausalLM", {}, (2, 2), "other values than the cached"),
     ("MllamaForConditionalGeneration", {}, None, ""),
     ("MistralForCausalLM", {"sliding_window": 512}, (2, 2), "keeps no state"),
-    ("DeepseekV32ForCausalLM", {}, (0, 2), "keys that the model chooses itself"),
+    ("DeepseekV32ForCausalLM", {}, (0, 0), "chooses its keys itself"),
     ("BltForCausalLM", {}, None, "token ids are unknown"),
     ("BertLMHeadModel", {}, (0, 2), "attention is not causal"),
     ("BartForConditionalGeneration", {}, None, "encoder-decoder"),
@@ -63,33 +63,14 @@ def test_every_class_is_right_and_in_the_table(name):
     assert row.startswith(f"| {finding.row} |")
 
 
-SPECIAL = {
-    "blocks that a model chooses itself": (
-        "MiniMaxM3VLForCausalLM",
-        {"layer_types": ["minimax_m3_sparse", "full_attention"]},
-        {},
-    ),
-    "the last queries alone in the last layers": (
-        "Gemma4ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-        },
-        {"logits_to_keep": 3},
-    ),
-}
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("special", SPECIAL)
-def test_layers_of_their_own_kind(special, implementation):
-    name, changes, arguments = SPECIAL[special]
-    skip_unless_known(name)
-    tiny, prompt = build_tiny(name, **changes), random_prompt(72)
+def test_the_last_queries_alone_in_the_last_layers(implementation):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2}
+    skip_unless_known("Gemma4ForCausalLM")
+    tiny, prompt = build_tiny("Gemma4ForCausalLM", **changes), random_prompt(72)
     tiny.model.set_attn_implementation(implementation)
-    stock = tiny(prompt, **arguments).logits
-    dense = {"dense_layers": (0, 1, 2, 3)} if arguments else {}
-    with enable(tiny.model, **HOLDS_ALL, **dense):
-        ours = tiny(prompt, **arguments).logits
+    stock = tiny(prompt, logits_to_keep=3).logits
+    with enable(tiny.model, **HOLDS_ALL, dense_layers=(0, 1, 2, 3)):
+        ours = tiny(prompt, logits_to_keep=3).logits
     torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4)

@@ -47,19 +47,6 @@ def test_an_enabled_model_keeps_its_settings_and_calls_are_as_long_as_asked_for(
             chunked_prefill(llama, ids, **RECALL)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_depend_on_the_length_are_said(build, make_ids, kind):
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    if kind == "longrope":
-        factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-        rope |= {**factors, "original_max_position_embeddings": 48}
-    most = 48 if kind == "dynamic" else 96
-    model = build("llama", rope_parameters=rope, max_position_embeddings=most)
-    with pytest.warns(UserWarning, match=f"{kind} rotary embeddings depend on the tokens"):
-        chunked_prefill(model, make_ids(1, 72), chunks_per_call=1, **RECALL)
-    chunked_prefill(model, make_ids(1, 40), chunks_per_call=1, **RECALL)
-
-
 def test_a_text_that_is_longer_than_the_model_was_made_for_is_said_once(build, ids):
     model = build("llama", max_position_embeddings=70)
     with enable(model, **RECALL):

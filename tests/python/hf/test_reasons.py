@@ -128,7 +128,6 @@ def test_calls_that_are_dense_and_said(
     [
         ({"dropout": 0.1}, "dropout"),
         ({"position_bias": torch.zeros(1, 4, 72, 72)}, "position_bias"),
-        ({"indices": torch.zeros(1, 72, 8)}, "the model chooses"),
         ({"cache": object()}, "keeps no state"),
     ],
 )
@@ -192,15 +191,6 @@ def test_settings_by_layer_need_numbers(build, ids):
     stock = model(ids).logits
     with enable(model, dense_layers=(1,), **SPARSE), pytest.warns(match="have no number"):
         assert_close(model(ids).logits, stock, 1e-4)
-
-
-@pytest.mark.parametrize("step", [8, 16])
-def test_a_prefill_chunk_size_that_is_too_small_is_said(llama, ids, step):
-    with warnings.catch_warnings(record=True) as caught, enable(llama, **SPARSE):
-        warnings.simplefilter("always")
-        llama.generate(ids, cache=new_cache(llama), prefill_chunk_size=step, max_new_tokens=2)
-    ours = [str(w.message) for w in caught if "calls of fewer than 16 tokens" in str(w.message)]
-    assert len(ours) == (1 if step < 16 else 0)
 
 
 def test_softcap_with_sdpa_runs_the_eager_function(build, ids):
