@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -25,15 +26,10 @@ from h2o_prefill.state import LayerState
 # beside a recurrence are neither.
 _STORED = (ChunkedPrefillLayer, DynamicSlidingWindowLayer, RecurrentLayer)
 
-
-@dataclass(eq=False)
-class _Chunk:
-    """What a call of one chunk, after others, left in the layers of a cache."""
-
-    # For each layer its keys and values [1, Hkv, S, D], the tokens that have scores, and what the
-    # next chunk needs of them (`LayerState.checkpoint`); or all of the layer, of another kind.
-    layers: list[tuple[Any, ...] | dict[str, Any]]
-    nbytes: int
+# What a call of one chunk, after others, left in the layers of a cache. For each layer its keys and
+# values [1, Hkv, S, D], the tokens that have scores, and what the next chunk needs of them
+# (`LayerState.checkpoint`); or all of the layer, of another kind.
+_Chunk = list[tuple[Any, ...] | dict[str, Any]]
 
 
 class PrefixCache:
@@ -48,24 +44,23 @@ class PrefixCache:
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, states and token ids, at least 0; above it, the least recently
-        used chunks are removed.
+        Most bytes of keys, values and states, at least 0; above it, the least recently used chunks
+        are removed.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that keys, values and states occupy, shared ones once.
     """
 
     def __init__(self, max_bytes: int) -> None:
         if not max_bytes >= 0:
             raise ValueError(f"max_bytes must be >= 0, got {max_bytes}")
-        self.max_bytes = max_bytes
-        # By what is before them (what they were prefilled with, or a chunk) and their ids; the
-        # least recently used first, and each before the one that it follows.
-        self._chunks: OrderedDict[tuple[Any, bytes], _Chunk] = OrderedDict()
-        self._nbytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that keys, values, states and token ids occupy, shared ones once."""
-        return self._nbytes
+        self.max_bytes, self.nbytes = max_bytes, 0
+        # By what they were prefilled with, and a hash of the ids up to their end; the least
+        # recently used first, and each before the one that it follows.
+        self._chunks: OrderedDict[Any, _Chunk] = OrderedDict()
+        self._lock = threading.RLock()
 
     def prefill(self, model: Any, input_ids: Any) -> tuple[ChunkedPrefillCache, int]:
         """Prefill all chunks of a prompt but the last, and store them.
@@ -94,9 +89,7 @@ class PrefixCache:
         _, input_ids = read_prompt(input_ids, None, None, 0, model)
         if input_ids.shape[0] != 1:
             raise ValueError(f"input_ids must be [1, T], got {list(input_ids.shape)}")
-        input_ids = input_ids.long()
-        cache = ChunkedPrefillCache(config=model.config)
-        enabled = enabled_of(model.config)
+        cache, enabled = ChunkedPrefillCache(config=model.config), enabled_of(model.config)
         if enabled is None:
             return cache, 0
         length, step = input_ids.shape[1], call_tokens(1, enabled.config)
@@ -105,9 +98,8 @@ class PrefixCache:
         provenance = _provenance(model, settings, enabled.tokenizer)
         # What follows a dense tail depends on where its call ended.
         end = 0 if config.dense_tail else (length - 1) // step * step
-        ids = [x.tobytes() for x in input_ids[0, :end].cpu().numpy().reshape(-1, step)]
-        with self._lock:
-            chunks = self._use(provenance, ids)
+        keys = [(provenance, x) for x in _hashes(input_ids[0, :end], step)]
+        chunks = self._use(keys)
         past = len(chunks) * step
         if chunks:
             cache.settings, cache.tokenizer = settings, enabled.tokenizer
@@ -117,50 +109,53 @@ class PrefixCache:
 
         def keep(done: int, _: int) -> None:
             layers: list[Any] = cache.layers
-            if cache.token_ids is not None and all(type(layer) in _STORED for layer in layers):
+            if all(type(layer) in _STORED for layer in layers):
                 begin = past + done - step
-                parts = [_part_of(x, begin, number, settings) for number, x in enumerate(layers)]
-                tensors = (x for x in tree_leaves(parts) if isinstance(x, Tensor))
-                chunks.append(_Chunk(parts, len(ids[0]) + sum(x.nbytes for x in tensors)))
+                chunks.append([_part_of(x, begin, i, settings) for i, x in enumerate(layers)])
 
         if past < end:
             with announce(enabled, length):
                 new = input_ids[:, past:end]
                 chunked_prefill(model, new, chunks_per_call=1, cache=cache, on_progress=keep)
             if provenance == _provenance(model, settings, enabled.tokenizer):
-                self._put(provenance, ids, chunks)
+                self._put(keys, chunks)
         return cache, past
 
     def clear(self) -> None:
         """Remove all chunks."""
         with self._lock:
             self._chunks.clear()
-            self._nbytes = 0
+            self.nbytes = 0
 
-    def _use(self, above: Any, ids: list[bytes]) -> list[_Chunk]:
+    def _use(self, keys: list[Any]) -> list[_Chunk]:
         """Return the stored chunks that a prompt begins with, which are the last used now."""
-        keys = []
-        for each in ids:
-            if (above, each) not in self._chunks:
-                break
-            keys.append((above, each))
-            above = self._chunks[above, each]
-        for key in reversed(keys):
-            self._chunks.move_to_end(key)
-        return [self._chunks[key] for key in keys]
-
-    def _put(self, provenance: Any, ids: list[bytes], chunks: list[_Chunk]) -> None:
-        """Store the chunks that a prompt begins with."""
-        above = provenance
         with self._lock:
-            for each, chunk in zip(ids, chunks, strict=False):
-                if (above, each) not in self._chunks:
-                    self._chunks[above, each] = chunk
-                    self._nbytes += chunk.nbytes
-                above = self._chunks[above, each]
-            self._use(provenance, ids)
-            while self._nbytes > self.max_bytes:
-                self._nbytes -= self._chunks.popitem(last=False)[1].nbytes
+            stored = list(takewhile(self._chunks.__contains__, keys))
+            for key in reversed(stored):
+                self._chunks.move_to_end(key)
+            return [self._chunks[key] for key in stored]
+
+    def _put(self, keys: list[Any], chunks: list[_Chunk]) -> None:
+        """Store the chunks that a prompt begins with."""
+        with self._lock:
+            for key, chunk in zip(keys, chunks, strict=False):
+                if key not in self._chunks:
+                    self._chunks[key] = chunk
+                    self.nbytes += _bytes_of(chunk)
+            self._use(keys)
+            while self.nbytes > self.max_bytes:
+                self.nbytes -= _bytes_of(self._chunks.popitem(last=False)[1])
+
+
+def _bytes_of(chunk: _Chunk) -> int:
+    return sum(x.nbytes for x in tree_leaves(chunk) if isinstance(x, Tensor))
+
+
+def _hashes(ids: Tensor, step: int) -> list[bytes]:
+    """Return a hash of the ids up to the end of each chunk."""
+    chunks = (x.tobytes() for x in ids.cpu().numpy().reshape(-1, step))
+    hashed = accumulate(chunks, lambda x, y: hashlib.sha256(x + y).digest(), initial=b"")
+    return list(hashed)[1:]
 
 
 def _provenance(model: Any, settings: str, tokenizer: str) -> Any:
@@ -171,13 +166,10 @@ def _provenance(model: Any, settings: str, tokenizer: str) -> Any:
     return weakref.ref(model), fingerprint(model, tokenizer), settings, cast, model.device
 
 
-def _part_of(
-    layer: Any, begin: int, number: int, settings: str
-) -> tuple[Any, ...] | dict[str, Any]:
+def _part_of(layer: Any, begin: int, number: int, settings: str) -> Any:
     """Return what a layer has of its tokens from a position on."""
     if type(layer) is not ChunkedPrefillLayer:
-        attributes: dict[str, Any] = tree_map_only(Tensor, torch.clone, vars(layer))
-        return attributes
+        return tree_map_only(Tensor, torch.clone, vars(layer))
     if not layer.get_seq_length():  # It shares the keys of another one.
         return {}
     state = layer.synchronized()
@@ -189,7 +181,7 @@ def _fill(cache: ChunkedPrefillCache, chunks: list[_Chunk]) -> None:
     """Give an empty cache the tokens of chunks."""
     layers: list[Any] = cache.layers
     for number, layer in enumerate(layers):
-        parts: list[Any] = [chunk.layers[number] for chunk in chunks]
+        parts: list[Any] = [chunk[number] for chunk in chunks]
         if isinstance(parts[-1], dict):
             vars(layer).update(tree_map_only(Tensor, torch.clone, parts[-1]))
             continue
