@@ -57,7 +57,8 @@ def last_logits_only(model: nn.Module) -> dict[str, int]:
 class KeepsTokenIds(Cache):
     """The token ids that caches of this library hold beside the layers, for lexical recall."""
 
-    _token_ids: list[Tensor] | None
+    # int64 [B, T]; None if there are none, or some are unknown.
+    _token_ids: Tensor | None = None
     # The settings that built the state, as a text; None for a new cache.
     settings: str | None = None
     tokenizer: str = ""  # what tells the text of its tokens from others (`digest`)
@@ -77,32 +78,28 @@ class KeepsTokenIds(Cache):
     @property
     def token_ids(self) -> Tensor | None:
         """The ids of the cached tokens, int64 [B, T]; None if there are none, or some unknown."""
-        return self.token_ids_with(None)
+        return self._token_ids
 
     def token_ids_with(self, new: Tensor | None) -> Tensor | None:
-        """Return the ids of the cached tokens and of `new` [B, Tq]; None if some are unknown."""
-        if self._token_ids is None:
-            return None
-        pieces = self._token_ids if new is None else [*self._token_ids, new]
+        """Return the ids that are known of the cached tokens and of `new` [B, Tq]."""
+        pieces = [x for x in (self._token_ids, new) if x is not None]
         return torch.cat(pieces, dim=1) if pieces else None
 
     def append_token_ids(self, new: Tensor | None) -> None:
         """Keep the ids of the tokens that a forward has just added."""
         ids = self.token_ids_with(new)
-        known = new is not None and ids is not None and ids.shape[1] == length_of(self)
-        self._token_ids = [ids.long()] if known and ids is not None else None
+        known = ids is not None and ids.shape[1] == length_of(self)
+        self._token_ids = ids.long() if ids is not None and known else None
 
     def reset(self) -> None:
         super().reset()
-        self._token_ids, self.settings, self.failed = [], None, False
+        self._token_ids, self.settings, self.failed = None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids."""
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
-        if length == 0:
-            self._token_ids = []
-        self._map_ids(lambda ids: ids[:, :length])
+        self._map_ids(lambda ids: ids[:, :length] if length else None)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -116,9 +113,9 @@ class KeepsTokenIds(Cache):
         super().batch_select_indices(indices)
         self._map_ids(lambda ids: ids[indices.to(ids.device), ...])
 
-    def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_ids(self, change: Callable[[Tensor], Tensor | None]) -> None:
         if self._token_ids is not None:
-            self._token_ids = [change(piece) for piece in self._token_ids]
+            self._token_ids = change(self._token_ids)
 
 
 def length_of(cache: Cache) -> int | None:
@@ -217,7 +214,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         except ValueError as error:
             raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
         cache.settings, cache.min_prefill = config.to_string(), config.sparse_from
-        cache._token_ids = None if ids is None else [ids.to(model.device)]
+        cache._token_ids = None if ids is None else ids.to(model.device)
         return cache
 
     def _check_fits(self, session: Session, model: Any) -> PrefillConfig:
@@ -281,7 +278,6 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         if self.layer_class_to_replicate is DynamicLayer:
             made: Any = functools.partial(ChunkedPrefillLayer, checkpoints)
             self.layer_class_to_replicate = made
-        self._token_ids = []
 
 
 def _session_state(layer: Any) -> Any:
@@ -331,19 +327,19 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
             if type(layer) is StaticLayer:
                 self.layers[number] = StaticPrefillLayer(layer.max_cache_len)
                 vars(self.layers[number]).update(vars(layer))
-        self._token_ids = []
         self._position = torch.zeros(2, dtype=torch.int64)
 
     def begin(self, config: PrefillConfig, new: int) -> Tensor:
         """Make room for a call of `new` tokens; return its position, int64 [2] on the CPU."""
-        for layer in self.layers:
-            if isinstance(layer, StaticPrefillLayer):
-                layer.prepare(config.memory_size)
         # A decoding call has no use for it, and asking a device for its length would wait for it.
         if new > 1:
             self._position[0] = int(self.get_seq_length())
-            if self._position[0] == 0:
-                self._position[1] = 0
+        is_first = new > 1 and int(self._position[0]) == 0
+        if is_first:
+            self._position.zero_()
+        for layer in self.layers:
+            if isinstance(layer, StaticPrefillLayer):
+                layer.prepare(config.memory_size, is_first)
         return self._position
 
 

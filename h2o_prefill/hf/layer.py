@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     """
 
     def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.checkpoints = checkpoints
         self.state = LayerState(checkpoints)
         # What `keys` and `values` were set to from the state.
@@ -124,12 +123,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         if self.is_initialized and self.state.key is not None:
             self._use_state()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        other, attributes = type(self).__new__(type(self)), self.__getstate__()
-        state = attributes.pop("state").clone()
-        other.__setstate__({**copy.deepcopy(attributes, memo), "state": state})
-        return other
-
 
 class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill."""
@@ -137,15 +130,15 @@ class StaticPrefillLayer(StaticLayer):
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         # The state [B, Hkv, ...] as `ops.prefill_attention_` takes it.
-        self.scores: Tensor | None = None
-        self.memory: Tensor | None = None
-        self.errors: Tensor | None = None
+        self.scores: Any = None
+        self.memory: Any = None
+        self.errors: Any = None
         self.updated = False  # whether tokens of a call wait for its attention
         self.attended = False  # whether `attend` was called in the forward that is under way
         self.memory_size = 0  # room for the memory sets of all forwards so far
 
-    def prepare(self, memory_size: int) -> None:
-        """Make room for the memory sets of a forward."""
+    def prepare(self, memory_size: int, is_first: bool) -> None:
+        """Make room for the memory sets of a forward, the first of a prompt or a later one."""
         self.updated = self.attended = False
         self.memory_size = max(self.memory_size, memory_size)
         if self.is_initialized and (self.scores is None or self.scores.device != self.device):
@@ -153,6 +146,9 @@ class StaticPrefillLayer(StaticLayer):
         elif self.memory is not None:
             # If the settings have changed since, a larger set continues from the smaller one.
             self.memory = with_room(self.memory, self.memory_size)
+        if is_first and self.scores is not None:
+            for tensor, empty in ((self.scores, 0), (self.memory, -1), (self.errors, 0)):
+                tensor.fill_(empty)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -176,18 +172,11 @@ class StaticPrefillLayer(StaticLayer):
         query = query.to(self.keys.dtype)
         return ops.prefill_attention_(query, None, None, *state, *options.arguments)
 
-    def reset(self) -> None:
-        super().reset()
-        self.updated = False
-        for name, empty in (("scores", 0), ("memory", -1), ("errors", 0)):
-            if (buffer := getattr(self, name)) is not None:
-                buffer.fill_(empty)
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        for name in ("scores", "memory", "errors"):
-            if (buffer := getattr(self, name)) is not None:
-                setattr(self, name, buffer.index_select(0, beam_idx.to(buffer.device)))
+        if self.scores is not None:
+            state, rows = (self.scores, self.memory, self.errors), beam_idx.to(self.device)
+            self.scores, self.memory, self.errors = (x.index_select(0, rows) for x in state)
 
     def _allocate(self) -> None:
         assert self.keys is not None
@@ -205,29 +194,23 @@ def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     if type(layer) is DynamicLayer:
         return ChunkedPrefillLayer(checkpoints)
     if type(layer) is HybridLayer:
-        return ChunkedPrefillHybridLayer(layer.number_of_states)
+        return ChunkedPrefillHybridLayer(number_of_states=layer.number_of_states)
     return layer
 
 
 if HybridLayer is not None:
 
-    def _of_both(name: str) -> Callable[..., None]:
-        # The base class calls `DynamicLayer` directly, past the methods of `ChunkedPrefillLayer`.
-        def method(self: Any, *args: Any) -> None:
-            getattr(RecurrentLayer, name)(self, *args)
-            getattr(ChunkedPrefillLayer, name)(self, *args)
-
-        return method
-
-    class ChunkedPrefillHybridLayer(HybridLayer, ChunkedPrefillLayer):
+    class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
         """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
 
-        def __init__(self, number_of_states: int = 1) -> None:
-            ChunkedPrefillLayer.__init__(self)
-            HybridLayer.__init__(self, number_of_states)
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            RecurrentLayer.reorder_cache(self, beam_idx)
+            super().reorder_cache(beam_idx)
 
-        reset = _of_both("reset")
-        crop = _of_both("crop")
-        reorder_cache = _of_both("reorder_cache")
-        offload = _of_both("offload")
-        prefetch = _of_both("prefetch")
+        def offload(self) -> None:
+            RecurrentLayer.offload(self)
+            super().offload()
+
+        def prefetch(self) -> None:
+            RecurrentLayer.prefetch(self)
+            super().prefetch()

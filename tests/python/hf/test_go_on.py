@@ -179,6 +179,18 @@ def test_a_cache_whose_forward_failed_is_refused_until_it_is_reset(build, ids, f
         assert torch.equal(in_calls(model, cache, ids, (40, 32)), whole)
 
 
+@pytest.mark.parametrize("empty", [lambda cache: cache.reset(), lambda cache: cache.crop(-72)])
+def test_an_emptied_static_cache_has_no_trace_of_the_prompt_before(llama, ids, make_ids, empty):
+    new, used = (StaticCache(config=llama.config, max_cache_len=90) for _ in range(2))
+    with enable(llama, **RECALL):
+        llama(make_ids(1, 72, seed=4), past_key_values=used)
+        empty(used)
+        # The first call is too short to be sparse, and leaves the state as it was.
+        ours, expected = (in_calls(llama, cache, ids, (8, 64)) for cache in (used, new))
+        assert torch.equal(ours, expected)
+        assert_same_states(used, new, 0)
+
+
 def test_a_failed_cache_goes_on_from_a_checkpoint(llama, make_ids):
     ids = make_ids(1, 112)
     with enable(llama, **RECALL):
