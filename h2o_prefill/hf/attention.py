@@ -36,6 +36,8 @@ EAGER_ONLY = ("s_aux", "softcap", "position_bias")
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
     """Attend; takes the arguments of `Call`, as transformers passes them."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _attend(Call(*args, **kwargs))
     if call_in_graph() is not None:
         call = Call(*args, **kwargs)
         # No mask may mean anything, if it was not our mask function that made none.
@@ -52,14 +54,12 @@ def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> Attended:
 
 
 def _attend(call: Call) -> Attended:
-    """Attend sparsely where nothing forbids it, by the operators where the settings say dense."""
-    reason, exact = dense_reason(call), call.config.exact
+    """Attend sparsely where nothing forbids it."""
+    reason = dense_reason(call)
     call.count(reason)
-    if reason is not None or (exact and call.graph is None and call.query.device.type != "cpu"):
+    if reason is not None:
         return attend_densely(call)
     query, key, value = in_autocast_dtype(call.query, *call.used)
-    if exact and not isinstance(call.cache_layer, StaticPrefillLayer):
-        return ops.dense_attention(query, key, value, *call.logit_options).transpose(1, 2), None
     rows = call.prompt_rows
     out = _attend_sparsely(call, query[:, :, :rows], key, value)
     if rows == call.new:
@@ -108,11 +108,12 @@ def attend_densely(call: Call) -> Attended:
     # Without a mask sdpa's function lets one query see every key, and is causal from the first key
     # on for more; after a history that means something else, unless we have left out the mask.
     plain = call.mask is None and (call.new == 1 or call.past == 0)
+    ours = function is sdpa_attention_forward
     if left_out is not None:
-        plain = left_out.is_plain
-    if plain and function is sdpa_attention_forward and suits_our_operators(call):
+        plain, ours = left_out.is_plain, ours or call.config.exact
+    if plain and ours and suits_our_operators(call):
         query, key, value = in_autocast_dtype(call.query, *call.used)
-        return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
+        return ops.dense_attention(query, key, value, *call.logit_options).transpose(1, 2), None
     return call_function(function, call, *call.used, _mask(call, name))
 
 

@@ -153,18 +153,17 @@ class Call:
         if self.graph is not None:  # counted after the forward
             self.graph.outcomes.append((self.number, reason))
             return
-        rows = self.query.shape[0] * self.new
-        self.enabled.count(self.form.layer_idx, rows, "" if self.config.exact else reason)
+        self.enabled.count(self.form.layer_idx, self.query.shape[0] * self.new, reason)
 
 
 def dense_reason(call: Call) -> str | None:
     """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
     context, form, config = call.context, call.form, call.config
-    if call.graph is None:  # There the operator reads the settings, in every call.
-        if context is not None and context.is_traced:
-            return TRACED
-        if _is_dense_by_settings(call):
-            return ""
+    if context is not None and context.is_traced and not config.exact:
+        return TRACED
+    # In a graph the operator reads the settings, in every call.
+    if call.graph is None and _is_dense_by_settings(call):
+        return ""
     if not call.is_causal or form.reason is not None:
         return form.reason or ""
     if _is_in_window(call):
@@ -194,13 +193,10 @@ def _is_dense_by_settings(call: Call) -> bool:
     config, past, rows = call.config, call.past, call.prompt_rows
     if call.new == 1 and past > 0:
         return True
-    if config.exact:
-        long = call.layer not in config.dense_layers and config.is_long_call(past, rows)
-    else:
-        long = config.is_sparse(-1 if call.layer is None else call.layer, past, rows)
+    sparse = config.is_sparse(-1 if call.layer is None else call.layer, past, rows)
     # One chunk without history is plain causal attention; only later calls with its cache need
     # scores.
-    return not long or (past == 0 and rows <= config.chunk_size and not call.has_state)
+    return not sparse or (past == 0 and rows <= config.chunk_size and not call.has_state)
 
 
 def _is_in_window(call: Call) -> bool:

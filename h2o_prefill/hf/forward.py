@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +72,6 @@ class ForwardContext:
         self.model = model  # the outermost
         self.modules: list[nn.Module] = []
         self.outer: ForwardContext | None = getattr(running, "context", None)
-        self.thread = threading.get_ident()
         self.is_traced = is_traced()
         self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
         self.input_ids: Tensor | None = None
@@ -260,11 +258,8 @@ def close_context(context: ForwardContext, failed: bool) -> bool:
 def check_idle(enabled: EnabledState, name: str) -> None:
     """Raise RuntimeError if a forward of a model runs, in this thread or in another."""
     # Transformers reads the name of the attention implementation in every layer.
-    for context in [x for x in _contexts if x.enabled is enabled]:
-        where = "this thread" if context.thread == threading.get_ident() else "another thread"
-        raise RuntimeError(
-            f"{name} must not be enabled or disabled during its forward, which runs in {where}"
-        )
+    if any(context.enabled is enabled for context in list(_contexts)):
+        raise RuntimeError(f"{name} must not be enabled or disabled during one of its forwards")
 
 
 def prompt_of(enabled: Any) -> Prompt | None:
