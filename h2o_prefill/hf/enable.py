@@ -19,10 +19,10 @@ from h2o_prefill.hf.parallel import check_heads_here, layers_here
 from h2o_prefill.hf.report import (
     ModelReport,
     causal_by_mask,
-    chooses_keys,
     look_at_layers,
     no_model,
     report_of,
+    why_refused,
 )
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import text_for
@@ -35,7 +35,6 @@ class PrefillHandle:
         self.model = model
         self.state = state
         self.config = state.config
-        self._entered = False
 
     @property
     def active(self) -> bool:
@@ -72,7 +71,7 @@ class PrefillHandle:
             before.strict,
             [(config, config._attn_implementation) for config in configs],
             before.reported,
-            causal_by_mask(self.model, configs),
+            causal_by_mask(self.model),
             token_text=before.token_text,
             longest_text=longest_text(self.model.config),
         )
@@ -104,20 +103,10 @@ class PrefillHandle:
         """Return what each attention layer does, and its calls so far (`explain`)."""
         return explain(self.model)
 
-    def __repr__(self) -> str:
-        switch = "on" if self.active else "off"
-        return f"<PrefillHandle {self.config.to_string()!r} {switch} {type(self.model).__name__}>"
-
     def __enter__(self) -> PrefillHandle:
-        if self._entered:
-            raise ValueError("the handle is entered already; nested use is not possible")
-        if not self.active:
-            self.enable()
-        self._entered = True
-        return self
+        return self if self.active else self.enable()
 
     def __exit__(self, *error: object) -> None:
-        self._entered = False
         self.disable()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -268,11 +257,6 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
 
 def _switch(model: PreTrainedModel) -> None:
     """Set our implementation on the text decoder, and only there: a vision tower keeps its own."""
-    if chooses_keys(model):
-        # They hide the others themselves under the names of transformers' implementations alone.
-        raise ValueError(
-            f"{type(model).__name__} chooses its keys itself, so its attention cannot be replaced"
-        )
     name: str | dict[str, str] = register()
     config: Any = model.config
     text = config.get_text_config(decoder=True)
@@ -280,9 +264,5 @@ def _switch(model: PreTrainedModel) -> None:
         keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
         name = {keys[0]: NAME} if keys else NAME
     model.set_attn_implementation(name)
-    # Transformers only logs a warning when a model cannot be switched over.
-    if config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise ValueError(
-            f"{type(model).__name__} does not use transformers' attention interface, so its "
-            "attention cannot be replaced"
-        )
+    if why := why_refused(model):
+        raise ValueError(f"{type(model).__name__} {why}, so its attention cannot be replaced")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -152,17 +153,6 @@ def form_of(module: nn.Module) -> LayerForm:
 
 
 @dataclass
-class LayerCalls:
-    """What the calls of one layer were."""
-
-    sparse_calls: int = 0
-    sparse_rows: int = 0  # query tokens of these calls, counted once a batch row
-    dense_calls: int = 0
-    dense_rows: int = 0
-    reason: str = ""  # why the last long call was dense; empty if none was
-
-
-@dataclass
 class EnabledState:
     """The state of one enabled model."""
 
@@ -177,7 +167,10 @@ class EnabledState:
     # Whether layers with a window need no mask where it holds all keys.
     leaves_window_masks: bool = False
     windows: set[int | None] = field(default_factory=set)  # of layers that need no mask at all
-    calls: dict[Any, LayerCalls] = field(default_factory=dict)  # by the number of the layer
+    # Sparse and dense calls and rows by the number of the layer, as `LayerReport` has them, and why
+    # its last long call was dense.
+    counts: dict[Any, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    reasons: dict[Any, str] = field(default_factory=dict)
     errors: dict[int, Tensor] = field(default_factory=dict)  # of the last prompt, [B, Hkv, 4]
     forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
@@ -195,15 +188,11 @@ class EnabledState:
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer, None: sparse; warn of a reason that is not by design."""
-        calls = self.calls.get(layer) or self.calls.setdefault(layer, LayerCalls())
-        if reason is None:
-            calls.sparse_calls += 1
-            calls.sparse_rows += rows
-        else:
-            calls.dense_calls += 1
-            calls.dense_rows += rows
-            calls.reason = reason or calls.reason
+        how, counts = "sparse" if reason is None else "dense", self.counts[layer]
+        counts[f"{how}_calls"] += 1
+        counts[f"{how}_rows"] += rows
         if reason:
+            self.reasons[layer] = reason
             self.report(f"dense attention: {reason}")
 
     def note_errors(self, layer: int | None, errors: Tensor | None) -> None:

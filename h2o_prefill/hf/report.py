@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,6 @@ from h2o_prefill.hf.kinds import (
     NAME,
     WINDOWED,
     EnabledState,
-    LayerCalls,
     is_causal,
     is_cross_attention,
     layer_type,
@@ -25,6 +24,7 @@ from h2o_prefill.hf.kinds import (
 from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
 
 EMPTY = "the memory set is empty (K + L + H = 0)"
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -35,10 +35,10 @@ class LayerReport:
     mode: str  # how its long calls attend
     reason: str  # why they are dense; empty if they are sparse
     # Calls since the model was enabled, and their query tokens, counted once a batch row.
-    sparse_calls: int
-    sparse_rows: int
-    dense_calls: int
-    dense_rows: int
+    sparse_calls: int = 0
+    sparse_rows: int = 0
+    dense_calls: int = 0
+    dense_rows: int = 0
     error: float | None = None  # relative squared error of the last prompt, mean of all heads
 
 
@@ -125,30 +125,31 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
 def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     """Return what a layer does; `enabled` is None if the model is not enabled."""
     number, kind = module.layer_idx, layer_type(module)
-    calls, reason, error = LayerCalls(), NOT_ENABLED, None
-    if enabled is not None:
-        calls = enabled.calls.get(number, calls)
-        reason = _why_dense(module, enabled.config, calls)
-        if (errors := enabled.errors.get(number)) is not None:
-            total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
-            error = total / chunks if chunks else None
-    counts = {**asdict(calls), "reason": reason}
-    return LayerReport(number, kind, "dense" if reason else "sparse", error=error, **counts)
+    if enabled is None:
+        return LayerReport(number, kind, "dense", NOT_ENABLED)
+    counts, error, reason = enabled.counts.get(number, {}), None, _why_dense(module, enabled)
+    if (errors := enabled.errors.get(number)) is not None:
+        total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
+        error = total / chunks if chunks else None
+    return LayerReport(number, kind, "dense" if reason else "sparse", reason, **counts, error=error)
 
 
-def _why_dense(module: Any, config: PrefillConfig, calls: LayerCalls) -> str:
+def _why_dense(module: Any, enabled: EnabledState) -> str:
+    config, number = enabled.config, module.layer_idx
     if config.exact or config.memory_size == 0:
         return "exact" if config.exact else EMPTY
-    if module.layer_idx in config.dense_layers:
+    if number in config.dense_layers:
         return "one of dense_layers"
     kind, window = layer_type(module).replace("_", " "), window_of(module)
     if window is not None:
         kind += ", exact"
     if not _can_be_sparse(module, config):
         return "not causal" if kind == "full attention" else kind
-    if calls.sparse_calls or calls.reason or window is None:
-        return "" if calls.sparse_calls else calls.reason
-    return f"{kind}; sparse for prompts of up to {window} tokens"
+    reason = enabled.reasons.get(number, "")
+    if enabled.counts.get(number, {}).get("sparse_calls"):
+        return ""
+    by_window = f"{kind}; sparse for prompts of up to {window} tokens" if window else ""
+    return reason or by_window
 
 
 def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
@@ -159,15 +160,12 @@ def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     return fits and is_causal(module)
 
 
-def causal_by_mask(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
+def causal_by_mask(model: PreTrainedModel) -> list[Any]:
     """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
 
     Layers that say that they are not causal: encoders, and decoders which leave causality to their
-    masks. All `configs` if no layer has one, to name our function.
+    masks.
     """
-    layers = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
-    if layers and not any(hasattr(layer, "config") for layer in layers):
-        return configs
     return [
         module.config
         for path, module in model.named_modules()
@@ -177,11 +175,19 @@ def causal_by_mask(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
     ]
 
 
-def chooses_keys(model: nn.Module) -> bool:
-    """Return whether layers of a model choose their keys themselves, as DSA and Doge do."""
+def why_refused(model: PreTrainedModel) -> str:
+    """Return why the attention of a model cannot be replaced, empty if it can be."""
+    layers = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
+    # DSA and Doge hide the other keys under the names of transformers' implementations alone.
     choosers = ("indexer", "prepare_dynamic_mask")
-    layers = (m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx"))
-    return any(getattr(layer, name, None) is not None for layer in layers for name in choosers)
+    if any(getattr(layer, name, None) is not None for layer in layers for name in choosers):
+        return "chooses its keys itself"
+    # Transformers only logs a warning when a model cannot be switched over.
+    config: Any = model.config.get_text_config(decoder=True)
+    ours = config._attn_implementation == NAME
+    if not ours or (layers and not any(hasattr(layer, "config") for layer in layers)):
+        return "does not use transformers' attention interface"
+    return ""
 
 
 def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
@@ -212,9 +218,4 @@ def _why_none_sparse(model: PreTrainedModel, layers: list[Any]) -> str:
         words = dict.fromkeys(x.removesuffix("_attention").replace("_", " ") for x in kinds)
         return "its attention is " + " or ".join(words)
     modules = [module for module in model.modules() if _is_attention(module)]
-    if not modules:
-        return "it has no attention layers"
-    configs = [getattr(x, "config", None) for x in modules if hasattr(x, "layer_idx")]
-    if configs and all(getattr(x, "_attn_implementation", None) != NAME for x in configs):
-        return "its attention layers do not use transformers' attention interface"
-    return ""
+    return "" if modules else "it has no attention layers"

@@ -293,15 +293,6 @@ def made_before(layer, config, tokens):
     return masks
 
 
-def test_layers_that_add_the_mask_themselves_get_one(build, ids):
-    model = build("GitForCausalLM")
-    masks = made_before(model.git.encoder, model.config, 72)
-    with pytest.warns(UserWarning, match="do not use transformers' attention interface"):
-        enable(model)
-    model(ids)
-    assert masks[0].shape == (1, 1, 72, 72)
-
-
 def test_masks_of_several_sizes_in_one_forward(build, ids):
     llama = build("llama", "eager")
     made_before(llama.model.layers[1], llama.config, 30)
