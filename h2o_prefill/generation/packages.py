@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
+import zipfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.generation.weights import keeps_numbers, with_packed_weights
-from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.package import TOKENIZER, PackageInfo, PrefillPackage
+from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.package import NAME, TOKENIZER, VERSION, WEIGHTS, PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import text_for
 
 
@@ -50,7 +56,40 @@ def write_package(
             write_cpp_tokenizer(tokenizer, path / TOKENIZER)
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
-    return compile_package(program, info, path)
+    return _compile(program, info, path)
+
+
+def _compile(program: torch.export.ExportedProgram, info: PackageInfo, folder: Path) -> PackageInfo:
+    """Compile what `export_model` returned into a package; one that is there is replaced."""
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        # Else the code runs with as many threads as there are here.
+        "cpp.dynamic_threads": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, torch.no_grad():
+        archive = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{scratch}/code.pt2", inductor_configs=options
+        )
+        with zipfile.ZipFile(archive) as files:
+            (library,) = (name for name in files.namelist() if name.endswith(".so"))
+            code = {".so": files.read(library), ".json": files.read(library[:-2] + "json")}
+    # Nothing of libtorch.so is called, which in wheels for CUDA loads CUDA's libraries.
+    code[".so"] = code[".so"].replace(b"\0libtorch.so\0", b"\0libc10.so\0\0\0")
+    crc = str(zlib.crc32(code[".json"], zlib.crc32(code[".so"])))
+    for suffix, content in code.items():
+        with replaced_file(folder / f"code-{crc}{suffix}") as path:
+            path.write_bytes(content)
+    constants: Any = {**program.state_dict, **program.constants}
+    weights = {name: tensor.detach() for name, tensor in constants.items()}
+    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in weights.values()}
+    info = replace(info, weights_bytes=sum(storages.values()), code=crc)
+    with replaced_file(folder / WEIGHTS) as path:
+        torch.save((NAME, VERSION, info.to_metadata(), weights), path)
+    for path in folder.glob("code-*"):
+        if path.stem != f"code-{crc}":
+            path.unlink()
+    return info
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask
@@ -29,8 +28,8 @@ from h2o_prefill.hf.kinds import LeftOutMask
 from h2o_prefill.hf.layer import StaticPrefillLayer
 from h2o_prefill.state import LayerState
 
-# What transformers' sdpa function drops or refuses, in some versions at least; the model's own eager
-# function honours it.
+# What transformers' sdpa function drops or refuses, at least in some versions; the model's own
+# eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap", "position_bias")
 
 
@@ -138,10 +137,6 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def _implementation(call: Call) -> str:
     name = call.form.previous
-    if name is None:  # sdpa if the models of the layer's file support it, as transformers chooses
-        home = vars(sys.modules[type(call.module).__module__]).values()
-        models = (x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel))
-        name = "sdpa" if any(model._supports_sdpa for model in models) else "eager"
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
         # A mask made outside of the forward has sdpa's format, which no other implementation takes.
         name = "sdpa"

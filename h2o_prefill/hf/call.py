@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.hf.forward import MASK, ForwardContext, call_in_graph
+from h2o_prefill.hf.forward import MASK, call_in_graph, current_context
 from h2o_prefill.hf.kinds import (
     DEFAULT_STATE,
     NO_INDEX,
@@ -68,14 +68,12 @@ class Call:
         self.logit_options = scaling, kwargs.get("s_aux"), kwargs.get("softcap") or 0.0
         # In a compiled graph, what was settled before the forward; else the forward, None if the
         # model was not enabled when it began.
-        self.graph, self.context, form = call_in_graph(), None, None
+        self.graph, self.context, enabled = call_in_graph(), None, None
         if self.graph is None:
-            context: ForwardContext | None = getattr(running, "context", None)
-            form = None if context is None else context.enabled.form_of(module)
-            self.context = None if form is None else context
-            if form is None and (enabled := enabled_of(getattr(module, "config", None))):
-                form = enabled.form_of(module)
-        self.form: LayerForm = form or form_of(module)
+            config = getattr(module, "config", None)
+            self.context = current_context(config)
+            enabled = enabled_of(config) if self.context is None else self.context.enabled
+        self.form: LayerForm = form_of(module) if enabled is None else enabled.form_of(module)
         self.enabled = DEFAULT_STATE if self.context is None else self.context.enabled
         self.config = (self.graph or self.context or DEFAULT_STATE).config
         # The number of the layer, None if it has none; and as operators take it: where it is
@@ -116,12 +114,6 @@ class Call:
         return self.key[:, :, : self.total], self.value[:, :, : self.total]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every query is known to see all tokens up to its own."""
-        left_out = self.left_out
-        return left_out is not None and left_out.is_plain and left_out.queries == self.new
-
-    @property
     def prompt_rows(self) -> int:
         """Tokens of this call before those that assisted decoding verifies, always densely."""
         verified = 0 if self.context is None else self.context.candidates_in(self.past, self.new)
@@ -138,12 +130,10 @@ class Call:
         """Whether the user asked for the attention weights, `output_attentions`."""
         if "output_attentions" in self.options:
             return bool(self.kwargs["output_attentions"])
-        config = getattr(self.module, "config", None)
-        if self.context is None:
-            return bool(getattr(config, "output_attentions", False))
+        name, config = "output_attentions", getattr(self.module, "config", None)
+        read = lambda: bool(getattr(config, name, False))  # noqa: E731
         # Configs take long to read.
-        key = "output_attentions", id(config)
-        return bool(self.context.shared(key, lambda: getattr(config, key[0], False)))
+        return read() if self.context is None else self.context.shared((name, id(config)), read)
 
     def has(self, *names: str) -> bool:
         return not self.options.isdisjoint(names)
@@ -182,7 +172,8 @@ def dense_reason(call: Call) -> str | None:
         return UNSUPPORTED
     if context is not None and not call.has_state and _is_static(call):
         return NO_STATE
-    if not call.is_plain:
+    left_out = call.left_out
+    if left_out is None or not left_out.is_plain or left_out.queries != call.new:
         if call.graph is not None and call.new == 1:
             return ""  # The mask of one row of a static cache is not marked.
         return MASK if context is None else context.mask_reason

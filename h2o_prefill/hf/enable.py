@@ -90,10 +90,7 @@ class PrefillHandle:
                 self._restore()
 
     def disable(self) -> None:
-        """Restore the attention that the model had. Does nothing if it is not enabled.
-
-        Raises RuntimeError during a forward of the model, in this thread or in another.
-        """
+        """Restore the attention that the model had, as the function `disable` does."""
         if self.state.on:
             check_idle(self.state, type(self.model).__name__)
             self.state.mark(on=False)

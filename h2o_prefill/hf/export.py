@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import platform
-import tempfile
-import zipfile
-import zlib
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +12,6 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_prefill import ops
-from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest, fingerprint
@@ -25,7 +19,7 @@ from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
-from h2o_prefill.package import NAME, STATE_OF_LAYER, VERSION, WEIGHTS, PackageInfo
+from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 _ATTENTION = "h2o_prefill_package"
 
@@ -187,41 +181,3 @@ def _check_same_logits(
                     f"model cannot be exported: logits of its graph differ by {typical:.0%}"
                 )
             begin += len(rows)
-
-
-def compile_package(
-    program: torch.export.ExportedProgram, info: PackageInfo, folder: Path
-) -> PackageInfo:
-    """Compile what `export_model` returned into a package; one that is there is replaced.
-
-    Returns the metadata, with what only the files tell.
-    """
-    options = {
-        "aot_inductor.package_constants_in_so": False,
-        # Else the code runs with as many threads as there are here.
-        "cpp.dynamic_threads": True,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, torch.no_grad():
-        archive = torch._inductor.aoti_compile_and_package(
-            program, package_path=f"{scratch}/code.pt2", inductor_configs=options
-        )
-        with zipfile.ZipFile(archive) as files:
-            (library,) = (name for name in files.namelist() if name.endswith(".so"))
-            code = {".so": files.read(library), ".json": files.read(library[:-2] + "json")}
-    # Nothing of libtorch.so is called, which in wheels for CUDA loads CUDA's libraries.
-    code[".so"] = code[".so"].replace(b"\0libtorch.so\0", b"\0libc10.so\0\0\0")
-    crc = str(zlib.crc32(code[".json"], zlib.crc32(code[".so"])))
-    for suffix, content in code.items():
-        with replaced_file(folder / f"code-{crc}{suffix}") as path:
-            path.write_bytes(content)
-    constants: Any = {**program.state_dict, **program.constants}
-    weights = {name: tensor.detach() for name, tensor in constants.items()}
-    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in weights.values()}
-    info = replace(info, weights_bytes=sum(storages.values()), code=crc)
-    with replaced_file(folder / WEIGHTS) as path:
-        torch.save((NAME, VERSION, info.to_metadata(), weights), path)
-    for path in folder.glob("code-*"):
-        if path.stem != f"code-{crc}":
-            path.unlink()
-    return info

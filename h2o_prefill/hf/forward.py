@@ -44,7 +44,7 @@ class StaticCall:
 
     config: PrefillConfig
     settings: str
-    previous: str | None  # the attention implementation that the model had before
+    previous: str  # the attention implementation that the model had before
     # Windows whose masks our mask function has left out before the forward; None: plain causal.
     left_out: frozenset[int | None]
     # Of the cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.

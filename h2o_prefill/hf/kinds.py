@@ -125,7 +125,7 @@ class LayerForm(NamedTuple):
     is_cross: bool  # whether it attends to the keys of something else, such as an image
     # Why the layer is dense: empty if by design, None if its form does not forbid to be sparse.
     reason: str | None
-    previous: str | None = None  # the attention implementation before; None if it is unknown
+    previous: str = "sdpa"  # the attention implementation before
 
 
 def form_of(module: nn.Module) -> LayerForm:
@@ -177,13 +177,11 @@ class EnabledState:
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
     longest_text: int | None = None  # tokens that the model was made for, None if it does not say
 
-    def form_of(self, module: nn.Module) -> LayerForm | None:
-        """Return what an attention layer is, looked at once; None for another model's."""
+    def form_of(self, module: nn.Module) -> LayerForm:
+        """Return what an attention layer is, looked at once."""
         if module not in self.forms:
-            config = getattr(module, "config", None)
-            if not self.owns(config):
-                return None
-            self.forms[module] = form_of(module)._replace(previous=self.previous_of(config))
+            previous = self.previous_of(getattr(module, "config", None))
+            self.forms[module] = form_of(module)._replace(previous=previous)
         return self.forms[module]
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
@@ -216,10 +214,10 @@ class EnabledState:
     def owns(self, hf_config: Any) -> bool:
         return any(config is hf_config for config, _ in self.previous)
 
-    def previous_of(self, hf_config: Any) -> str | None:
-        """Return the attention implementation that a config had before, None if unknown."""
+    def previous_of(self, hf_config: Any) -> str:
+        """Return the attention implementation that a config had before, sdpa if that is unknown."""
         name = next((name for config, name in self.previous if config is hf_config), None)
-        return None if name == NAME else name
+        return "sdpa" if name in (None, NAME) else str(name)
 
     def report(self, reason: str) -> None:
         """Warn of a reason once, or raise if strict."""

@@ -129,8 +129,8 @@ def _mask_in_graph(arguments: dict[str, Any]) -> Tensor:
 
 
 def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Callable[..., Any]:
-    name = None if enabled is None else enabled.previous_of(hf_config)
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(name or "sdpa", sdpa_mask)
+    name = "sdpa" if enabled is None else enabled.previous_of(hf_config)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
 
 
 def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:

@@ -149,9 +149,7 @@ def _run_stages(
             "versions": (build_info()["version"], torch.__version__, transformers.__version__),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
-            "number of cached tokens": stage.begin,
-            "cached token ids": digest(cache.token_ids),
-            "token ids": digest(tokens),
+            "token ids": digest(str(stage.begin), cache.token_ids, tokens),
         }
     )
     width = model.config.get_text_config(decoder=True).hidden_size

@@ -127,7 +127,7 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     number, kind = module.layer_idx, layer_type(module)
     if enabled is None:
         return LayerReport(number, kind, "dense", NOT_ENABLED)
-    counts, error, reason = enabled.counts.get(number, {}), None, _why_dense(module, enabled)
+    counts, error, reason = enabled.counts[number], None, _why_dense(module, enabled)
     if (errors := enabled.errors.get(number)) is not None:
         total, chunks = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
         error = total / chunks if chunks else None
@@ -145,11 +145,10 @@ def _why_dense(module: Any, enabled: EnabledState) -> str:
         kind += ", exact"
     if not _can_be_sparse(module, config):
         return "not causal" if kind == "full attention" else kind
-    reason = enabled.reasons.get(number, "")
-    if enabled.counts.get(number, {}).get("sparse_calls"):
+    if enabled.counts[number]["sparse_calls"]:
         return ""
     by_window = f"{kind}; sparse for prompts of up to {window} tokens" if window else ""
-    return reason or by_window
+    return enabled.reasons.get(number, by_window)
 
 
 def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
