@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 Note = Callable[[int], object]
@@ -42,17 +41,12 @@ class DistributedPrefillError(RuntimeError):
 
 
 class Ranks:
-    """The processes of a group, in order: a ProcessGroup, or a DeviceMesh of one dimension.
+    """The processes of a group, in order; None stands for all processes.
 
-    None stands for all processes. `layers` are the model's layers in this process, for error
-    messages. Raises ValueError if a mesh has several dimensions.
+    `layers` are the model's layers in this process, for error messages.
     """
 
     def __init__(self, group: Any, layers: range) -> None:
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"group must be a mesh of one dimension, got {group.ndim}")
-            group = group.get_group()
         self.group: Any = dist.group.WORLD if group is None else group
         self.layers = layers
         self.number, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -114,18 +108,13 @@ class PipelinePrefill:
         The layers of this process, with their cache. The first one takes tokens, [B, n] or
         [B, n, hidden size], the others the hidden states [B, n, hidden size] that the one before
         returned. The last one returns a tensor of any shape.
-    group : ProcessGroup or DeviceMesh
-        The processes in the order of their stages; a mesh of one dimension.
+    group : ProcessGroup
+        The processes in the order of their stages.
     layers : range
         The layers of this process, for errors.
     micro_batches : int
         Calls in a step of the schedule. A process holds the hidden states of one step, and is at
         most one step ahead of the next process.
-
-    Raises
-    ------
-    ValueError
-        If the mesh has several dimensions.
     """
 
     def __init__(self, stage: nn.Module, group: Any, layers: range, micro_batches: int = 4) -> None:

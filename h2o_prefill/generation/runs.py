@@ -59,15 +59,25 @@ def sparse_at_any_length(config: PrefillConfig | str | None) -> PrefillConfig:
 
 def check_length(model: nn.Module, length: int, argument: str) -> None:
     """Raise ValueError for a prompt longer than the model was made for, or one without weights."""
-    from h2o_prefill.hf.kinds import longest_text
-
     if next(model.parameters()).is_meta:
         raise ValueError("model must have weights, got one on the meta device")
-    longest = longest_text(model.config) if hasattr(model, "config") else None
+    longest = _longest_text(model.config) if hasattr(model, "config") else None
     if longest is not None and length > longest:
         raise ValueError(
             f"{argument} must be <= {longest}, the longest that the model takes, got {length}"
         )
+
+
+def _longest_text(config: Any) -> int | None:
+    """Return how many tokens a model was made for, None if its config does not say."""
+    from h2o_prefill.hf.kinds import moving_rope
+
+    config = config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = moving_rope(config)
+    # Dynamic rotary embeddings are for any number.
+    dynamic = rope is not None and rope["rope_type"] == "dynamic"
+    return None if dynamic or not isinstance(longest, int) else longest
 
 
 def check_model(model: nn.Module, length: int, argument: str) -> None:

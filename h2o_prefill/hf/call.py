@@ -63,7 +63,6 @@ class Call:
         self.module, self.query, self.key, self.value = module, query, key, value
         self.mask, self.dropout = attention_mask, dropout
         self.scaling, self.kwargs = scaling, kwargs
-        self.options = {name for name, option in kwargs.items() if option is not None}
         # How the operators make logits; sinks [Hq] are one more for each query head's softmax.
         self.logit_options = scaling, kwargs.get("s_aux"), kwargs.get("softcap") or 0.0
         # In a compiled graph, what was settled before the forward; else the forward, None if the
@@ -128,15 +127,15 @@ class Call:
     @property
     def wants_weights(self) -> bool:
         """Whether the user asked for the attention weights, `output_attentions`."""
-        if "output_attentions" in self.options:
-            return bool(self.kwargs["output_attentions"])
         name, config = "output_attentions", getattr(self.module, "config", None)
+        if self.has(name):
+            return bool(self.kwargs[name])
         read = lambda: bool(getattr(config, name, False))  # noqa: E731
         # Configs take long to read.
         return read() if self.context is None else self.context.shared((name, id(config)), read)
 
     def has(self, *names: str) -> bool:
-        return not self.options.isdisjoint(names)
+        return any(self.kwargs.get(name) is not None for name in names)
 
     def count(self, reason: str | None) -> None:
         """Count the call of its layer, None: sparse; warn of a reason that is not by design."""

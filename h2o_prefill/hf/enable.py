@@ -13,17 +13,10 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.entry import entry_of, unwrap, wrap
 from h2o_prefill.hf.forward import check_idle
-from h2o_prefill.hf.kinds import NAME, EnabledState, count_heads, enabled_of, longest_text
+from h2o_prefill.hf.kinds import NAME, EnabledState, count_heads, enabled_of
 from h2o_prefill.hf.masks import h2o_prefill_mask
-from h2o_prefill.hf.parallel import check_heads_here, layers_here
-from h2o_prefill.hf.report import (
-    ModelReport,
-    causal_by_mask,
-    look_at_layers,
-    no_model,
-    report_of,
-    why_refused,
-)
+from h2o_prefill.hf.parallel import layers_here
+from h2o_prefill.hf.report import ModelReport, look_at_layers, no_model, report_of, why_refused
 from h2o_prefill.presets import chosen_config
 from h2o_prefill.vocabulary import text_for
 
@@ -71,9 +64,7 @@ class PrefillHandle:
             before.strict,
             [(config, config._attn_implementation) for config in configs],
             before.reported,
-            causal_by_mask(self.model),
             token_text=before.token_text,
-            longest_text=longest_text(self.model.config),
         )
 
     def _switch_on(self) -> None:
@@ -175,11 +166,13 @@ def enable(
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise no_model(model)
     chosen = chosen_config(config, overrides)
-    layers, _ = count_heads(model)
+    layers, heads = count_heads(model)
     if layers > 1:
         chosen.check_fits(layers)
     layers_here(model)
-    check_heads_here(model)
+    processes = getattr(model, "_tp_size", None) or 1
+    if heads % processes:
+        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {processes}")
     state = EnabledState(chosen, strict, token_text=text_for(tokenizer, chosen))
     return PrefillHandle(model, state).enable()
 
@@ -222,11 +215,7 @@ def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
 
 
 def register() -> str:
-    """Register the attention function and the mask function with transformers.
-
-    `enable` does this. Call it yourself to load a model with `attn_implementation="h2o_prefill"`:
-    it is dense until `enable` switches it on.
-    """
+    """Register our functions, for models that are loaded with this attention; `enable` does too."""
     AttentionInterface.register(NAME, h2o_prefill_attention)
     # Without a mask function of this name layers would get no mask at all, padded rows included.
     AttentionMaskInterface.register(NAME, h2o_prefill_mask)

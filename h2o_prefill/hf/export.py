@@ -17,7 +17,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.fingerprint import digest, fingerprint
 from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.kinds import is_causal, layer_type, moving_rope, window_of
+from h2o_prefill.hf.kinds import count_heads, is_causal, layer_type, moving_rope, window_of
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
@@ -101,14 +101,10 @@ def describe_package(
     if [layer.layer_idx for layer in layers] != list(range(hf_config.num_hidden_layers)):
         raise ValueError("model must have one attention layer in each layer to be exported")
     if not all(is_causal(layer) and layer_type(layer) in kinds for layer in layers):
-        raise ValueError(
-            "model must be causal, with full attention or sliding windows, to be exported"
-        )
+        raise ValueError("model must be causal, with full attention or windows, to be exported")
     if rope := moving_rope(hf_config):
-        raise ValueError(
-            "model must have rotary frequencies that stay the same to be exported, got "
-            f"{rope['rope_type']}"
-        )
+        kind = rope["rope_type"]
+        raise ValueError(f"model must have rotary frequencies that stay the same, got {kind}")
     heads, dtype = hf_config.num_attention_heads, str(model.dtype).removeprefix("torch.")
     kv, text = kv or dtype, "" if token_text is None else digest(token_text)
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
@@ -120,7 +116,7 @@ def describe_package(
         capacity=capacity,
         vocabulary=hf_config.vocab_size,
         layers=len(layers),
-        kv_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
+        kv_heads=count_heads(model)[1],
         head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         end_ids=tuple(end_ids),
         h2o_prefill=build_info()["version"],

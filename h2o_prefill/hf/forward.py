@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o_prefill import ops
-from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
@@ -22,7 +21,6 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, runnin
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
-TOO_LONG = "the model was made for texts of up to {} tokens (max_position_embeddings), got {}"
 MASK = (
     "the attention mask is not plain causal (packed sequences, or a mask of your own or of the "
     "model)"
@@ -106,20 +104,10 @@ class ForwardContext:
             self.cache, self.begun = cache, length_of(cache) or 0
 
     def check(self) -> None:
-        """Warn of another attention implementation, and of a text too long for the model."""
+        """Warn of another attention implementation."""
         names = (str(config._attn_implementation) for config, _ in self.enabled.previous)
         if not any(name.startswith(NAME) for name in names):
             self.enabled.report(CHANGED)
-        length, longest = self.prompt_length, self.enabled.longest_text
-        if longest is not None and length > longest and TOO_LONG not in self.enabled.reported:
-            self.enabled.reported.add(TOO_LONG)
-            warn("h2o_prefill: " + TOO_LONG.format(longest, length))
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt with all of its calls, as far as is known."""
-        prompt = prompt_of(self.enabled)
-        return max(self.begun + self.new, 0 if prompt is None else prompt.length)
 
     @functools.cached_property
     def config(self) -> PrefillConfig:
@@ -130,7 +118,9 @@ class ForwardContext:
         before = getattr(self.cache, "min_prefill", None) if self.begun else None
         if before is not None and (before == config.chunk_size or self.new == 1):
             return config.with_min_prefill(before)
-        return self.enabled.resolve(self.model, self.prompt_length)
+        length, prompt = self.begun + self.new, prompt_of(self.enabled)
+        length = length if prompt is None else max(length, prompt.length)
+        return self.enabled.resolve(self.model, length)
 
     def left_out(self, window: int | None, query: Tensor, keys: int) -> LeftOutMask | None:
         """Return what no mask means for a call of a layer, None if it was not left out by us."""

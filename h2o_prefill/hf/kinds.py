@@ -106,16 +106,6 @@ def moving_rope(config: Any) -> dict[str, Any] | None:
     return next((kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
 
 
-def longest_text(config: Any) -> int | None:
-    """Return how many tokens a model was made for, None if its config does not say."""
-    config = config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
-    rope = moving_rope(config)
-    # Dynamic rotary embeddings are for any number.
-    dynamic = rope is not None and rope["rope_type"] == "dynamic"
-    return None if dynamic or not isinstance(longest, int) else longest
-
-
 class LayerForm(NamedTuple):
     """What an attention layer is, whatever it is called with."""
 
@@ -161,7 +151,8 @@ class EnabledState:
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)  # reasons already warned of
-    # Configs whose self-attention layers are causal by their masks alone.
+    # Configs of self-attention layers that say that they are not causal: encoders, and decoders
+    # that leave causality to their masks.
     causal_by_mask: list[Any] = field(default_factory=list)
     only_windows: bool = False  # whether every layer that can be sparse has a window
     # Whether layers with a window need no mask where it holds all keys.
@@ -175,7 +166,6 @@ class EnabledState:
     forms: dict[nn.Module, LayerForm] = field(default_factory=dict)  # of its layers
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
-    longest_text: int | None = None  # tokens that the model was made for, None if it does not say
 
     def form_of(self, module: nn.Module) -> LayerForm:
         """Return what an attention layer is, looked at once."""

@@ -30,14 +30,10 @@ from h2o_prefill.hf.forward import (
 )
 from h2o_prefill.hf.kinds import LeftOutMask, Span, enabled_of
 
-# Arguments that some versions of transformers leave out.
-DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
-
 
 def h2o_prefill_mask(**kwargs: Any) -> Any:
     """Return None or a mask; takes the arguments of `sdpa_mask`, once for each mask type."""
-    arguments = {"mask_function": causal_mask_function, **DEFAULTS, **kwargs}
-    return _mask(arguments) if call_in_graph() is None else _mask_in_graph(arguments)
+    return _mask(kwargs) if call_in_graph() is None else _mask_in_graph(kwargs)
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache, adopt, cache_argument
-from h2o_prefill.hf.kinds import count_heads
 
 OTHER_CACHE = (
     "cache must be one that this model has filled as a stage of a pipeline while it was enabled, "
@@ -46,9 +45,6 @@ class StageCache(ChunkedPrefillCache):
 
     def token_ids_with(self, new: Tensor | None) -> Tensor | None:
         return super().token_ids_with(self.coming if new is None else new)
-
-    def append_token_ids(self, new: Tensor | None) -> None:
-        super().append_token_ids(self.coming if new is None else new)
 
     def _here(self, number: int) -> int:
         """Return the number of a layer of this process, of the same kind if there is one."""
@@ -111,11 +107,3 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
     """Return an empty cache of a model, or of a stage of one."""
     cache, span = ChunkedPrefillCache(config=model.config), layers_here(model)
     return cache if span is None else StageCache.of(cache, span)
-
-
-def check_heads_here(model: Any) -> None:
-    """Raise ValueError if tensor parallelism does not give every process as many KV heads."""
-    count = getattr(model, "_tp_size", None) or 1
-    _, heads = count_heads(model)
-    if heads % count:
-        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")

@@ -159,21 +159,6 @@ def _can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     return fits and is_causal(module)
 
 
-def causal_by_mask(model: PreTrainedModel) -> list[Any]:
-    """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
-
-    Layers that say that they are not causal: encoders, and decoders which leave causality to their
-    masks.
-    """
-    return [
-        module.config
-        for path, module in model.named_modules()
-        if getattr(module, "is_causal", None) is False
-        and hasattr(module, "config")
-        and not is_cross_attention(module, path)
-    ]
-
-
 def why_refused(model: PreTrainedModel) -> str:
     """Return why the attention of a model cannot be replaced, empty if it can be."""
     layers = [m for m in model.modules() if _is_attention(m) and hasattr(m, "layer_idx")]
@@ -192,6 +177,13 @@ def why_refused(model: PreTrainedModel) -> str:
 def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     """Record the kinds of the layers of an enabled model; report if none can be sparse."""
     layers, config = attention_layers(model, NAME), enabled.config
+    enabled.causal_by_mask = [
+        module.config
+        for path, module in model.named_modules()
+        if getattr(module, "is_causal", None) is False
+        and hasattr(module, "config")
+        and not is_cross_attention(module, path)
+    ]
     candidates = [layer for layer in layers if _can_be_sparse(layer, config)]
     windows = [window_of(layer) for layer in candidates]
     enabled.only_windows = bool(windows) and None not in windows

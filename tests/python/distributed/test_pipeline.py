@@ -18,11 +18,9 @@ from processes import (
     run,
     strike,
 )
-from torch.distributed import init_device_mesh
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import chunked_prefill, enable
-from h2o_prefill.distributed import PipelinePrefill
 
 SETTINGS = {
     "recommended": RECOMMENDED,
@@ -72,14 +70,11 @@ def refusals(rank, folder, count):
     static = StaticCache(config=model.config, max_cache_len=96)
     prefill = partial(chunked_prefill, model)
     other = {**sparse, "local_window": 4 + rank}
-    mesh, ranks_own = init_device_mesh("cpu", (1, 2)), random_ids(1, 64, seed=rank)
+    ranks_own = random_ids(1, 64, seed=rank)
     calls = {
         "settings must be the same on every rank, got": lambda: prefill(ids, **other),
         "token ids must be the same on every rank, got": lambda: prefill(ranks_own, **sparse),
         "input_ids must be in": lambda: prefill(ids + 10**6, **sparse),
-        "group must be a mesh of one dimension, got 2": lambda: PipelinePrefill(
-            torch.nn.Identity(), mesh, range(1)
-        ),
     }
     errors = [(text, error_of(call)) for text, call in calls.items()]
     with enable(model, **sparse):
@@ -123,8 +118,8 @@ def test_stages_give_what_one_process_gives(folder, expected, count):
 def test_what_every_rank_refuses_and_tells(folder):
     for errors, steps in run(2, refusals, folder, 2):
         assert_refused(errors)
-        whole = [x for x in errors if x[0].startswith(("a model", "group"))]
-        assert len(whole) == 3 and all(error[1] == text for text, error in whole)
+        whole = [x for x in errors if x[0].startswith("a model")]
+        assert len(whole) == 2 and all(error[1] == text for text, error in whole)
         assert steps == [(64, 64)]
 
 

@@ -131,14 +131,6 @@ def test_a_text_occupies_what_it_needs(build, make_ids, name):
     assert needed < prefixes.nbytes < 1.1 * needed
 
 
-def test_prompts_of_more_chunks_than_calls_fit_on_the_stack(build, make_ids):
-    model = build("llama", num_hidden_layers=1, max_position_embeddings=4096)
-    ids, prefixes = make_ids(1, 2200), PrefixCache(ROOM)
-    with enable(model, "exact", chunk_size=2):
-        prefixes.prefill(model, ids[:, :2197])
-        assert prefixes.prefill(model, ids)[1] == 2196
-
-
 def test_threads_share_texts(llama, make_ids, spawn):
     ids, prefixes = make_ids(5, 100), PrefixCache(ROOM)
     ids[:, :48] = ids[:1, :48]
