@@ -35,8 +35,6 @@ EAGER_ONLY = ("s_aux", "softcap", "position_bias")
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
     """Attend; takes the arguments of `Call`, as transformers passes them."""
-    if not torch.compiler.is_dynamo_compiling():
-        return _attend(Call(*args, **kwargs))
     if call_in_graph() is not None:
         call = Call(*args, **kwargs)
         # No mask may mean anything, if it was not our mask function that made none.

@@ -57,8 +57,7 @@ def last_logits_only(model: nn.Module) -> dict[str, int]:
 class KeepsTokenIds(Cache):
     """The token ids that caches of this library hold beside the layers, for lexical recall."""
 
-    # int64 [B, T]; None if there are none, or some are unknown.
-    _token_ids: Tensor | None = None
+    token_ids: Tensor | None = None  # int64 [B, T]; None if there are none, or some are unknown
     # The settings that built the state, as a text; None for a new cache.
     settings: str | None = None
     tokenizer: str = ""  # what tells the text of its tokens from others (`digest`)
@@ -75,25 +74,20 @@ class KeepsTokenIds(Cache):
                 "crop it to a length that checkpoint_before() gives, or pass another one"
             )
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        """The ids of the cached tokens, int64 [B, T]; None if there are none, or some unknown."""
-        return self._token_ids
-
     def token_ids_with(self, new: Tensor | None) -> Tensor | None:
         """Return the ids that are known of the cached tokens and of `new` [B, Tq]."""
-        pieces = [x for x in (self._token_ids, new) if x is not None]
+        pieces = [x for x in (self.token_ids, new) if x is not None]
         return torch.cat(pieces, dim=1) if pieces else None
 
     def append_token_ids(self, new: Tensor | None) -> None:
         """Keep the ids of the tokens that a forward has just added."""
         ids = self.token_ids_with(new)
         known = ids is not None and ids.shape[1] == length_of(self)
-        self._token_ids = ids.long() if ids is not None and known else None
+        self.token_ids = ids.long() if ids is not None and known else None
 
     def reset(self) -> None:
         super().reset()
-        self._token_ids, self.settings, self.failed = None, None, False
+        self.token_ids, self.settings, self.failed = None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from keys, values, states and ids."""
@@ -114,8 +108,8 @@ class KeepsTokenIds(Cache):
         self._map_ids(lambda ids: ids[indices.to(ids.device), ...])
 
     def _map_ids(self, change: Callable[[Tensor], Tensor | None]) -> None:
-        if self._token_ids is not None:
-            self._token_ids = change(self._token_ids)
+        if self.token_ids is not None:
+            self.token_ids = change(self.token_ids)
 
 
 def length_of(cache: Cache) -> int | None:
@@ -214,7 +208,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         except ValueError as error:
             raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
         cache.settings, cache.min_prefill = config.to_string(), config.sparse_from
-        cache._token_ids = None if ids is None else ids.to(model.device)
+        cache.token_ids = None if ids is None else ids.to(model.device)
         return cache
 
     def _check_fits(self, session: Session, model: Any) -> PrefillConfig:

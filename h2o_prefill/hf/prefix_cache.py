@@ -104,7 +104,7 @@ class PrefixCache:
         if chunks:
             cache.settings, cache.tokenizer = settings, enabled.tokenizer
             cache.min_prefill = config.sparse_from if enabled.config.is_auto else None
-            cache._token_ids = input_ids[:, :past]
+            cache.token_ids = input_ids[:, :past]
             _fill(cache, chunks)
 
         def keep(done: int, _: int) -> None:
