@@ -95,6 +95,8 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.state, self._views = LayerState(self.checkpoints), None
+        self.keys = self.values = None  # Older versions of transformers leave zeros.
+        self.is_initialized = False
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
