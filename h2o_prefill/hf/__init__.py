@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
+from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import PrefillHandle, disable, enable, explain, register
 from h2o_prefill.hf.kinds import NAME
 from h2o_prefill.hf.layer import ChunkedPrefillLayer

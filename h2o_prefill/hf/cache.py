@@ -303,15 +303,7 @@ def _fill(layer: Any, state: Any, length: int, device: torch.device) -> None:
 
 
 class StaticPrefillCache(KeepsTokenIds, StaticCache):
-    """A `StaticCache` whose full-attention layers keep the state of sparse prefill.
-
-    For `torch.compile` and `generate(cache_implementation="static")`. An enabled model turns every
-    empty `StaticCache` that it gets into one.
-    """
-
-    def __init__(self, config: Any, max_cache_len: int, **kwargs: Any) -> None:
-        super().__init__(config, max_cache_len, **kwargs)
-        self._replace_layers()
+    """What an enabled model makes of every empty `StaticCache`, to keep the state of its prefill."""
 
     def _replace_layers(self) -> None:
         for number, layer in enumerate(self.layers):
