@@ -303,7 +303,7 @@ def _fill(layer: Any, state: Any, length: int, device: torch.device) -> None:
 
 
 class StaticPrefillCache(KeepsTokenIds, StaticCache):
-    """What an enabled model makes of every empty `StaticCache`, to keep the state of its prefill."""
+    """What an enabled model makes of each empty `StaticCache`, to keep the state of its prefill."""
 
     def _replace_layers(self) -> None:
         for number, layer in enumerate(self.layers):
