@@ -22,7 +22,7 @@ HEAD_DIMS = (1, 2, 8, 16, 20, 24, 32, 33, 40, 64, 65, 80, 96, 128)
 MOST_ELEMENTS = 1 << 20
 INT32_MAX = 2**31 - 1
 RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
-# tests/python/ops/test_checkpoints.py has calls that leave them.
+# tests/python/core/test_layer_state.py has calls that leave them.
 CHECKPOINTS = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
 
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
