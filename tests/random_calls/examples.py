@@ -151,6 +151,8 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         yield ("memory_attention",), "several steps", dtype, many
         yield LINEAR[:1], "several steps", dtype, long | {"sizes": few | {"T": 2500}}
         yield LINEAR[1:], "several steps", dtype, long
+        decays = {"log_decay": Floats((1, 1, STEP + 276), fill="decay")}
+        yield LINEAR, "several steps", f"decays that erase, {dtype}", long | {"fixed": decays}
     counts, formats = (*range(1, 8), 130, 300, 1100), ("bfloat16", "float16", "int8")
     for tokens, format, (dim, value_dim) in product(counts, formats, LAYERS):
         sizes = {"T": tokens, "D": dim, "E": value_dim}

@@ -245,12 +245,6 @@ def test_memory_attention_reads_its_keys_alone(device):
         assert not out.any() and not colsum.any() and (lse == float("-inf")).all()
 
 
-def test_a_nan_score_ranks_last(device):
-    scores = torch.tensor([[[float("nan"), 1, 0, float("nan"), 2, 0]]], device=device)
-    memory = torch.empty(1, 1, 0, dtype=torch.int32, device=device)
-    assert ops.select_memory(scores, memory, 0, 6, 0, 3, 0).tolist() == [[[1, 2, 4]]]
-
-
 def test_merging_an_empty_side(device):
     out, poison, _ = make_qkv(Shape(2, 4, 4, 37, 24, 24), device=device)
     lse = torch.randn(2, 4, 37, device=device)
