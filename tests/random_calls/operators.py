@@ -236,7 +236,8 @@ def _prefill_in_place(p: Problem) -> Arguments:
 
 def _select_memory(p: Problem) -> Arguments:
     scored = p["S"] if p.draw.chance(0.5) else p.draw.integer(0, p["S"] + 5)
-    scores = p.resized(M=scored).tensor("aBGM", p.draw.choice(["positive", "ties", "nan"]))
+    fill = p.draw.choice(["positive", "ties", "nan", "inf", "-inf"])
+    scores = p.resized(M=scored).tensor("aBGM", fill)
     return {"scores": scores, "memory": p.positions(p["P"], p.draw.integer(0, 40))}
 
 
