@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the memory set")
 EXAMPLES = examples()
 # The emulation takes its time: some of what is short, others for each of its architectures.
 EMULATED = "H2O_EMULATED_LIBRARY" in os.environ
-CALLS, MOST = (1, 4) if EMULATED else (30, 1000)
+CALLS, MOST = (1, 5) if EMULATED else (30, 1000)
 FIRST = 1 if EMULATED and os.environ["H2O_PREFILL_CUDA_SM90"] == "1" else 0
 LONG = ("several steps", "distant logits", "chunks") if EMULATED else ()
 on_cpus = pytest.mark.skipif(EMULATED, reason="of kernels of the CPU, or long")
