@@ -79,8 +79,8 @@ struct Call {
   }
 
   void expect_close(const Expected& expected) const {
-    // Probabilities and outputs of 16 bits are rounded; values are at most 1.
-    const double tolerance = 1e-5 + 2 * rounding(in.query.rows.dtype());
+    // Probabilities and outputs of 16 bits are rounded; values, and so both errors, are below 1.
+    const double tolerance = 1e-5 + rounding(in.query.rows.dtype());
     EXPECT_LE(largest_difference(out.numbers(), expected.out), tolerance);
     EXPECT_LE(largest_difference(lse, expected.lse), 2e-5);
     EXPECT_TRUE(out.rows.gaps_untouched());
