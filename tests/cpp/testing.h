@@ -12,16 +12,6 @@ struct Qkv {
   at::Tensor q;
   at::Tensor k;
   at::Tensor v;
-
-  // Queries [begin, end), and the history up to end.
-  Qkv call(int64_t begin, int64_t end) const {
-    return {q.slice(2, begin, end), k.slice(2, 0, end), v.slice(2, 0, end)};
-  }
-
-  // Queries, keys and values of [begin, end) alone.
-  Qkv tokens(int64_t begin, int64_t end) const {
-    return {q.slice(2, begin, end), k.slice(2, begin, end), v.slice(2, begin, end)};
-  }
 };
 
 // q and k are large enough for attention to be far from uniform.

@@ -34,7 +34,8 @@ class Floats:
     # NaN around it.
     layout: str = "contiguous"
     # "normal", "zeros", "positive", "negative", "huge"; "ties", few distinct numbers; "inf", "-inf"
-    # and "nan" are a few among normal numbers; "bytes", integers of 8 bits.
+    # and "nan" are a few among normal numbers; "bytes", integers of 8 bits; "decay", logarithms of
+    # numbers near 1, and a few near and at 0.
     fill: str = "normal"
     seed: int = 0
     # Rows from this one on, in the dimension before the last, are NaN: nothing has written them.
@@ -46,6 +47,9 @@ class Floats:
             x = x * 0
         elif self.fill in ("positive", "negative"):
             x = x.abs() if self.fill == "positive" else -x.abs()
+        elif self.fill == "decay":
+            x = -(x.abs() ** 6) / 100
+            x.view(-1)[7::50], x.view(-1)[9::70] = -20, float("-inf")
         elif self.fill == "bytes":
             x = (40 * x).clamp(-127, 127)
         elif self.fill == "ties":

@@ -42,16 +42,18 @@ BUDGETS = {
     "a window longer than the prompt": {"local_window": 400, "heavy_budget": 4},
     "more than the history": {"local_window": 300, "heavy_budget": 300, "sink_tokens": 40},
 }
+# Of memory sets, around what a block of CUDA threads and its registers take.
+CANDIDATES = (257, 256, 255, 8700, 1280, 4096, 4097)
 OPTIONS = {
-    "sinks kept": {"sink_tokens": 5},
-    "dense tail": {"dense_tail": 40},
-    "largest vote": {"gqa_reduce": "max"},
-    "recall": {"recall": 3},
-    "widening": {"error_rows": 4, "error_threshold": 0.03, "max_widen": 4},
     "all": {
         **{"recall": 2, "dense_tail": 9, "gqa_reduce": "max", "error_rows": 8, "max_widen": 6},
         "error_threshold": 1.2,
     },
+    "sinks kept": {"sink_tokens": 5},
+    "dense tail": {"dense_tail": 40},
+    "widening": {"error_rows": 4, "error_threshold": 0.03, "max_widen": 4},
+    "largest vote": {"gqa_reduce": "max"},
+    "recall": {"recall": 3},
 }
 # Softcap, scale, and what fills the sinks. A tiny cap makes all weights equal, a huge one none.
 CAPS = (
@@ -113,8 +115,13 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         yield LOGITS, "latent heads", f"{rows} rows of latent heads, {dtype}", example
     for name, budgets in BUDGETS.items():
         yield ("select_memory",), "budgets", name, {"fixed": budgets}
+    for count in CANDIDATES:
+        scores = {"scores": Floats((1, 2, count), fill="ties"), "heavy_budget": count // 3}
+        fixed = {**scores, "local_window": 0, "sink_tokens": 0}
+        example = {"sizes": {"T": count, "P": 0}, "fixed": fixed}
+        yield ("select_memory",), "candidates", str(count), example
     pasts = zip(("float32", "float32", *DTYPES[1:]), (0, 45, 0, 45, 45), strict=True)
-    for (name, settings), (dtype, past) in product((BUDGETS | OPTIONS).items(), pasts):
+    for (name, settings), (dtype, past) in product((OPTIONS | BUDGETS).items(), pasts):
         example = {"settings": settings, "dtype": dtype, "sizes": {"T": 150, "P": past}}
         yield SPARSE, "settings", f"{name} after {past}, {dtype}", example
     for (softcap, scale, fill), dtype in product(CAPS, DTYPES):
@@ -151,6 +158,8 @@ def _examples() -> Iterator[tuple[tuple[str, ...], str, str, dict[str, Any]]]:
         yield ("memory_attention",), "several steps", dtype, many
         yield LINEAR[:1], "several steps", dtype, long | {"sizes": few | {"T": 2500}}
         yield LINEAR[1:], "several steps", dtype, long
+        decays = {"log_decay": Floats((1, 1, STEP + 276), fill="decay")}
+        yield LINEAR, "several steps", f"decays that erase, {dtype}", long | {"fixed": decays}
     counts, formats = (*range(1, 8), 130, 300, 1100), ("bfloat16", "float16", "int8")
     for tokens, format, (dim, value_dim) in product(counts, formats, LAYERS):
         sizes = {"T": tokens, "D": dim, "E": value_dim}

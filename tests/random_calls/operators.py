@@ -22,7 +22,7 @@ HEAD_DIMS = (1, 2, 8, 16, 20, 24, 32, 33, 40, 64, 65, 80, 96, 128)
 MOST_ELEMENTS = 1 << 20
 INT32_MAX = 2**31 - 1
 RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
-# tests/python/ops/test_checkpoints.py has calls that leave them.
+# tests/python/core/test_layer_state.py has calls that leave them.
 CHECKPOINTS = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
 
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
@@ -236,7 +236,8 @@ def _prefill_in_place(p: Problem) -> Arguments:
 
 def _select_memory(p: Problem) -> Arguments:
     scored = p["S"] if p.draw.chance(0.5) else p.draw.integer(0, p["S"] + 5)
-    scores = p.resized(M=scored).tensor("aBGM", p.draw.choice(["positive", "ties"]))
+    fill = p.draw.choice(["positive", "ties", "nan", "inf", "-inf"])
+    scores = p.resized(M=scored).tensor("aBGM", fill)
     return {"scores": scores, "memory": p.positions(p["P"], p.draw.integer(0, 40))}
 
 

@@ -4,10 +4,8 @@
 #include <algorithm>
 #include <cctype>
 
-#include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/crossover.h"
 #include "h2o_prefill/library.h"
-#include "h2o_prefill/memory_set_tracker.h"
 #include "h2o_prefill/ops.h"
 #include "kernels/cpu/cpu_features.h"
 #include "testing.h"
@@ -34,50 +32,6 @@ static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x19}));   // Zen 4
 static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x1A}));   // Zen 5
 static_assert(!has_fast_bfloat16_products({"AuthenticAMD", 0x17}));  // Zen 2
 static_assert(!has_fast_bfloat16_products({"GenuineIntel", 0x06}));
-
-TEST(ChunkedKVCache, GrowsByDoublingUpToTheLimit) {
-  const auto x = random_qkv(100);
-  ChunkedKVCache cache(1, 8, 50);
-  int64_t begin = 0;
-  // The fourth call needs more than twice as much, and twice as much would pass the limit in the
-  // fifth.
-  for (const auto& [end, capacity] :
-       {std::pair<int64_t, int64_t>{3, 8}, {8, 8}, {9, 16}, {33, 33}, {34, 50}, {50, 50}}) {
-    const auto added = x.tokens(begin, end);
-    cache.append(0, added.k, added.v);
-    EXPECT_EQ(cache.capacity(0), capacity);
-    begin = end;
-  }
-  EXPECT_TRUE(same(cache.key(0), x.k.slice(2, 0, 50)));
-  const auto* const buffer = cache.key(0).const_data_ptr();
-  cache.reset();
-  cache.append(0, x.k.slice(2, 0, 8), x.v.slice(2, 0, 8));
-  EXPECT_EQ(cache.key(0).const_data_ptr(), buffer) << "a prompt that is alike has the same buffers";
-}
-
-at::Tensor row(const std::vector<float>& values) { return at::tensor(values).view({1, 1, -1}); }
-at::Tensor positions(const std::vector<int32_t>& values) {
-  return at::tensor(values, at::kInt).view({1, 1, -1});
-}
-
-TEST(MemorySetTracker, WorkedExample) {
-  MemorySetTracker tracker(1, /*local_window=*/1, /*heavy_budget=*/2, /*sink_tokens=*/0);
-  const auto colsum = row({5, 1, 3, 2});
-  tracker.init_chunk_scores(0, 0, colsum);
-  EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
-  for (int i = 0; i < 2; ++i) {
-    EXPECT_TRUE(same(tracker.build_memory_set(0, 4), positions({0, 2, 3})));
-  }
-  tracker.init_chunk_scores(0, 4, row({4, 1, 1, 6}));
-  tracker.accumulate_memory_scores(0, row({1, 2, 3}));
-  EXPECT_TRUE(same(tracker.scores(0), row({6, 1, 5, 5, 4, 1, 1, 6})));
-  EXPECT_TRUE(same(colsum, row({5, 1, 3, 2}))) << "the caller's tensors stay";
-  // Candidates are {0, 2, 3} and [4, 8): position 1 left and does not return. Of 2 and 3 the lower
-  // wins.
-  EXPECT_TRUE(same(tracker.build_memory_set(0, 8), positions({0, 2, 7})));
-  tracker.truncate(7);  // the set was for a chunk that never begins
-  EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, -1})));
-}
 
 TEST(PrefillConfig, AnOpenMinPrefillIsResolvedByTheLengthOfAPrompt) {
   const auto open = PrefillConfig::parse("recommended,min_prefill=auto");

@@ -12,16 +12,15 @@ inline double capped(double logit, double softcap) {
 }
 
 struct Softmax {
-  double largest = -HUGE_VAL;  // logit of a key
-  double lse;                  // -inf: no keys, and no sink
+  double lse;  // -inf: no keys, and no sink
   std::vector<double> probabilities = {};
 };
 
 // The sink is one more logit, of no key.
 inline Softmax softmax(const std::vector<double>& logits, double sink = -HUGE_VAL) {
   Softmax row;
-  for (const double x : logits) row.largest = std::max(row.largest, x);
-  const double offset = std::max(row.largest, sink);
+  double offset = sink;
+  for (const double x : logits) offset = std::max(offset, x);
   double sum = sink == -HUGE_VAL ? 0.0 : std::exp(sink - offset);
   for (const double x : logits) sum += std::exp(x - offset);
   row.lse = sum == 0.0 ? -HUGE_VAL : offset + std::log(sum);

@@ -266,10 +266,3 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch)
     assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
     assert all(axes.has_data() for figure in figures.values() for axes in figure.axes)
-    (axes,) = figures[tmp_path / "peers.png"].axes
-    # Every mode that was timed, with what it loses.
-    timed = [x for x in read_report(RESULTS / "peers.json")["results"] if x["length"] == 8000]
-    timed = {x["variant"]: x for x in timed if "variant" in x}
-    assert {tick.get_text() for tick in axes.get_yticklabels()} == set(timed)
-    labels = [text.get_text() for text in axes.texts]
-    assert "4.1 s, loss +1.71 %, KL 0.0350" in labels and len(labels) == len(timed)

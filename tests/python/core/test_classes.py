@@ -85,6 +85,44 @@ def test_chunks_tile_a_call(past, tokens, size):
     assert chunks.last_chunk_begin() == (begins[-1] if begins else past)
 
 
+def test_a_cache_grows_by_doubling_up_to_its_limit():
+    _, k, v = random_qkv(100)
+    cache, begin = classes.ChunkedKVCache(1, 8, 50), 0
+    # The fourth call needs more than twice as much, and twice as much would pass the limit in the
+    # fifth.
+    for end, capacity in ((3, 8), (8, 8), (9, 16), (33, 33), (34, 50), (50, 50)):
+        cache.append(0, k[:, :, begin:end], v[:, :, begin:end])
+        assert cache.capacity(0) == capacity
+        begin = end
+    assert torch.equal(cache.key(0), k[:, :, :50])
+    buffer = cache.key(0).data_ptr()
+    cache.reset()
+    cache.append(0, k[:, :, :8], v[:, :, :8])
+    assert cache.key(0).data_ptr() == buffer, "a prompt that is alike has the same buffers"
+
+
+def test_a_worked_example_of_memory_sets():
+    tracker = classes.MemorySetTracker(1, 1, 2, 0)  # a local window of 1, 2 heavy hitters
+
+    def row(*values):
+        return torch.tensor([[values]]).float()
+
+    colsum = row(5, 1, 3, 2)
+    tracker.init_chunk_scores(0, 0, colsum)
+    assert tracker.indices(0).tolist() == [[[-1, -1, -1]]]
+    for _ in range(2):
+        assert tracker.build_memory_set(0, 4).tolist() == [[[0, 2, 3]]]
+    tracker.init_chunk_scores(0, 4, row(4, 1, 1, 6))
+    tracker.accumulate_memory_scores(0, row(1, 2, 3))
+    assert torch.equal(tracker.scores(0), row(6, 1, 5, 5, 4, 1, 1, 6))
+    assert torch.equal(colsum, row(5, 1, 3, 2)), "the caller's tensors stay"
+    # Candidates are {0, 2, 3} and [4, 8): position 1 left and does not return. Of 2 and 3 the
+    # lower wins.
+    assert tracker.build_memory_set(0, 8).tolist() == [[[0, 2, 7]]]
+    tracker.truncate(7)  # the set was for a chunk that never begins
+    assert tracker.indices(0).tolist() == [[[0, 2, -1]]]
+
+
 def test_state_tensors_load_with_weights_only():
     qkv = random_qkv(40)
     cache, tracker = make_state()

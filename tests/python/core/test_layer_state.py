@@ -7,23 +7,28 @@ import pytest
 import torch
 from op_testing import Shape, make_qkv, saved_and_loaded
 
-from h2o_prefill import ops
+from h2o_prefill import PrefillConfig, ops
 
 LayerState = torch.classes.h2o_prefill.LayerState
-SETTINGS = (
-    "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4,error_rows=4,recall=0"
-)
+SIZES = "recommended,min_prefill=none,chunk_size=16,local_window=3,heavy_budget=4"
+SETTINGS = f"{SIZES},error_rows=4,recall=0"
 TOKENS = 100
 
 
-def random_qkv(batch=2):
-    return make_qkv(Shape(batch, 4, 2, TOKENS, 8, 16), layout="contiguous")
+def random_qkv(batch=2, dtype=torch.float32):
+    return make_qkv(Shape(batch, 4, 2, TOKENS, 8, 16), dtype, layout="contiguous")
 
 
-def attend(state, qkv, begin, end, settings=SETTINGS, layer=1):
+def recall_of(ids, begin, end, settings):
+    recalls = ids is not None and PrefillConfig.parse(settings).recall
+    return ops.lexical_recall(ids[:, :end], begin, settings) if recalls else (None,) * 3
+
+
+def attend(state, qkv, begin, end, settings=SETTINGS, layer=1, ids=None):
     q, k, v = (x[:, :, begin:end] for x in qkv)
     state.append(k, v)
-    return state.attend(q, layer, settings)
+    lists = recall_of(ids, begin, end, settings)
+    return state.attend(q, layer, settings, None, None, 0.0, *lists)
 
 
 def fields(state):
@@ -98,27 +103,48 @@ def test_copies_go_on_alone(duplicate):
     assert torch.equal(attend(state, qkv, 64, 100), expected)
 
 
-def test_truncate_is_exact_at_checkpoints():
-    qkv, state = random_qkv(), LayerState(True)
-    attend(state, qkv, 0, 70)
-    attend(state, qkv, 70, 71)
+GO_ON = {
+    "float32": (torch.float32, SETTINGS),
+    "float64": (torch.float64, f"{SIZES},error_rows=0"),
+    "bfloat16": (torch.bfloat16, f"{SIZES},error_threshold=0.02"),
+    "recall": (torch.float32, f"{SIZES},recall=8,error_threshold=0.05,gqa_reduce=max"),
+}
+
+
+@pytest.mark.parametrize("case", GO_ON)
+def test_truncate_is_exact_at_checkpoints(case):
+    dtype, settings = GO_ON[case]
+    qkv = random_qkv(dtype=dtype)
+    ids = torch.randint(0, 9, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def call(state, begin, end):
+        return attend(state, qkv, begin, end, settings, ids=ids)
+
+    state = LayerState(True)
+    out = call(state, 0, 70)
+    last = call(state, 70, 71)
     for length, expected in [(71, 71), (70, 70), (69, 64), (64, 64), (63, 48), (15, 0)]:
         assert state.checkpoint_before(length) == expected
-    for length in (71, 70, 64, 16, 0):
+    for length in (71, 70, 64, 48, 32, 16, 0):
         state.truncate(length)
-        alone = LayerState(True)
-        if length:
-            attend(alone, qkv, 0, min(length, 70))
-        if length == 71:
-            attend(alone, qkv, 70, 71)
+        alone, without = LayerState(True), LayerState()
+        for each in (alone, without):
+            if length:
+                assert torch.equal(call(each, 0, min(length, 70)), out[:, :, :length])
+            if length == 71:
+                assert torch.equal(call(each, 70, 71), last)
         # Other states go on from the last checkpoint alone.
         memory = state.clone()
         if length:
-            memory = LayerState.at_checkpoint(length, *state.checkpoint(1, SETTINGS))
-        q = qkv[0][:, :, length:]
-        out = memory.attend_history(q, *qkv[1:], 1, SETTINGS)
-        assert torch.equal(attend(state.clone(), qkv, length, 100), out)
-        assert torch.equal(attend(alone, qkv, length, 100), out)
+            kept, expected = (x.checkpoint(1, settings) for x in (state, alone))
+            assert all(map(torch.equal, kept, expected))
+            memory = LayerState.at_checkpoint(length, *kept)
+        lists = recall_of(ids, length, TOKENS, settings)
+        rest = memory.attend_history(
+            qkv[0][:, :, length:], *qkv[1:], 1, settings, None, None, 0.0, *lists
+        )
+        for each in (state.clone(), alone, without):
+            assert torch.equal(call(each, length, TOKENS), rest)
 
 
 def test_truncate_elsewhere_forgets_what_follows():

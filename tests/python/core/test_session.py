@@ -120,3 +120,7 @@ def test_wrong_numbers_in_a_session_are_refused(saved, tmp_path):
         torch.save(tuple(changed), tmp_path / "changed")
         with pytest.raises(ValueError, match=reason):
             new_context().load(str(tmp_path / "changed"), MODEL)
+    for layers, most, reason in [(3, 90, "have 3 layers"), (2, 69, "at most 69 tokens")]:
+        other = classes.PrefillContext(layers, most, classes.PrefillConfig.parse(SETTINGS), True)
+        with pytest.raises(ValueError, match=reason):
+            other.load(str(path), MODEL)

@@ -13,12 +13,14 @@ from hf_helpers import (
     assert_same_states,
     in_calls,
     new_cache,
+    states,
     watch,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from h2o_prefill import enable
+from h2o_prefill.eval.timing import peak_bytes
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 # Sparse, sparse after a history, decoded, short, and sparse again.
@@ -111,6 +113,17 @@ def test_the_code_of_inductor_prefills_and_decodes(llama, ids, make_ids, setting
         llama.compile(dynamic=True, fullgraph=True)
         for tokens, expected in zip(prompts, eager, strict=True):
             assert torch.equal(generate(tokens), expected)
+
+
+@pytest.mark.slow
+def test_the_code_of_inductor_clones_no_cache(shallow, make_ids):
+    cache, ids = StaticCache(config=shallow.config, max_cache_len=50_000), make_ids(1, 140)
+    with enable(shallow, strict=True, **RECALL) as handle:
+        shallow.compile(dynamic=True, fullgraph=True)
+        shallow(ids[:, :100], past_key_values=cache)
+        peak = peak_bytes(lambda: shallow(ids[:, 100:], past_key_values=cache))
+        assert counts(handle) == [(2, 140, 0, 0)]
+    assert peak < states(cache)[0].scores.nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", slow("qwen2"), slow("qwen3"), slow("mistral")])

@@ -18,7 +18,6 @@ from hf_helpers import (
     failing,
     in_calls,
     new_cache,
-    states,
 )
 from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
@@ -123,25 +122,6 @@ def test_a_prompt_goes_on_to_the_bit(build, prompt, tmp_path, case, way):
         assert torch.equal(prompt.go_on(cache), prompt.go_on(plain))
         assert_same_states(cache, plain, 0)
     assert torch.equal(cache.token_ids, torch.cat([prompt.ids, prompt.more], dim=1))
-
-
-@pytest.mark.parametrize("length", [71, 65, 64, 50, 16, 3])
-def test_a_cache_that_was_cut_anywhere_goes_on(llama, ids, length):
-    with enable(llama, **RECALL, error_rows=4):
-        cache = new_cache(llama)
-        llama(ids, past_key_values=cache)
-        cache.crop(length - 72)
-        assert cache.get_seq_length() == length == cache.token_ids.shape[1]
-        assert llama(ids[:, length:], past_key_values=cache).logits.isfinite().all()
-
-
-def test_a_later_call_takes_the_decoded_tokens_in(llama, make_ids):
-    """The local window belongs to the new call: its first chunk sees them."""
-    with enable(llama, **SPARSE):
-        cache = new_cache(llama)
-        in_calls(llama, cache, make_ids(1, 51), (32, 1, 1, 1, 16))
-    for memory in states(cache)[0].memory[0]:
-        assert {31, 32, 33, 34} <= set(memory.tolist())
 
 
 def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):

@@ -14,45 +14,27 @@ class LinearCache:
     """What lightning attention asks of a cache."""
 
     state = None
-
-    def get_linear_cache(self, layer_idx):
-        return self.state
-
-    def set_linear_cache(self, layer_idx, state):
-        self.state = state
+    get_linear_cache = lambda self, _: self.state  # noqa: E731
+    set_linear_cache = lambda self, _, state: setattr(self, "state", state)  # noqa: E731
 
 
-@pytest.fixture
-def lightning():
-    """A random layer of lightning attention in blocks of 8, and what it gave before its norm."""
+def test_lightning_attention_is_the_operator():
+    """In blocks of 8 tokens, the last one shorter; then tokens with a state, one and several."""
     minimax = pytest.importorskip("transformers.models.minimax.modeling_minimax")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "block_size": 8}
-    config = minimax.MiniMaxConfig(**sizes, num_hidden_layers=4)
     torch.manual_seed(0)
-    layer, seen = minimax.MiniMaxLightningAttention(config, layer_idx=2).eval(), []
+    layer = minimax.MiniMaxLightningAttention(minimax.MiniMaxConfig(**sizes), layer_idx=2).eval()
+    cache, state, seen = LinearCache(), None, []
     layer.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    return layer, seen
-
-
-def attend_like_lightning(layer, hidden, state):
-    """The operator with the queries, keys, values and decays of such a layer."""
-    qkv = layer.act_fn(layer.qkv_proj(hidden)).unflatten(2, (layer.num_attention_heads, -1))
-    q, k, v = (x.transpose(1, 2) for x in qkv.split(layer.head_dim, 3))
-    out, state, _ = ops.chunkwise_linear_attention(
-        q, k, v, -layer.slope_rate.flatten(), state, feature_map="identity"
-    )
-    return out.transpose(1, 2).flatten(2), state
-
-
-def test_lightning_attention_is_the_operator(lightning):
-    layer, seen = lightning
-    cache, state = LinearCache(), None
-    # Blocks of 8 tokens, the last one shorter; then tokens with a state, one and several.
-    for length in (45, 1, 1, 5):
+    for length in (45, 1, 5):
         hidden = torch.randn(2, length, 32)
         layer(hidden, None, None, past_key_values=cache)
-        out, state = attend_like_lightning(layer, hidden, state)
-        assert_close(out, seen[-1])
+        qkv = layer.act_fn(layer.qkv_proj(hidden)).unflatten(2, (4, -1)).transpose(1, 2)
+        decay = -layer.slope_rate.flatten()
+        out, state, _ = ops.chunkwise_linear_attention(
+            *qkv.split(16, 3), decay, state, feature_map="identity"
+        )
+        assert_close(out.transpose(1, 2).flatten(2), seen[-1])
         assert_close(state, cache.state)
 
 

@@ -38,14 +38,6 @@ def save(ids, path):
     return save
 
 
-def test_unknown_ids_stay_unknown(llama, ids, path):
-    with enable(llama, **H2O):
-        cache = new_cache(llama)
-        llama(inputs_embeds=llama.get_input_embeddings()(ids), past_key_values=cache)
-        cache.save(path, llama)
-    assert ChunkedPrefillCache.load(path, llama).token_ids is None
-
-
 def test_caches_without_a_session(llama, make_ids, path):
     cache = new_cache(llama)
     with pytest.raises(ValueError, match="filled by an enabled model"):

@@ -5,38 +5,13 @@ tests/random_calls compares both passes with the oracle.
 
 import pytest
 import torch
-from op_testing import DTYPES, Shape, make_qkv, widened
+from op_testing import Shape, make_qkv, widened
 from random_calls.calls import arguments_of
 from random_calls.examples import FIXED, LINEAR, SIZES, named_call
-from random_calls.judge import Judge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_prefill import ops
 from h2o_prefill.eval.timing import peak_bytes
-from h2o_prefill.reference import ops as oracle
-
-CHUNK = 32
-
-
-def make_inputs(shape, dtype=torch.float32, device="cpu", layout="transposed"):
-    """Return q, k, v, strong and weak decays, a state and its normalizer."""
-    q, k, v = make_qkv(shape, dtype, device, layout)
-    generator = torch.Generator().manual_seed(1)
-    wide = {"generator": generator, "dtype": torch.promote_types(dtype, torch.float32)}
-    decay = -3 * torch.rand(k.shape[:3], **wide).to(device) ** 6
-    state = torch.randn(*k.shape[:2], k.shape[3], v.shape[3], **wide).to(device)
-    return q, k, v, decay, state, state.abs().sum(3)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_long_sequences_keep_their_digits(device, normalize):
-    """More than one super-chunk, and decays that hardly decay."""
-    q, k, v, decay, *_ = make_inputs(Shape(1, 2, 1, 2500, 16, 16), device=device)
-    for one in (None, torch.full((1,), -1e-4, device=device), decay / 100):
-        actual = ops.chunkwise_linear_attention(q, k, v, one, normalize=normalize)
-        expected = oracle.chunkwise_linear_attention(*widened((q, k, v, one)), normalize=normalize)
-        for x, y in zip(actual, expected, strict=True):
-            Judge().near("result", x.cpu(), y.cpu())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -98,47 +73,16 @@ def test_a_normalizer_of_zero_gives_zero(device, causal):
     assert (q.grad[:, :, 20:30] == 0).all() and q.grad.isfinite().all()
 
 
-def gradients(arguments, options):
-    given = [x.detach().requires_grad_() if x is not None else None for x in arguments]
-    results = ops.chunkwise_linear_attention(*given, **options)
-    generator = torch.Generator().manual_seed(3)
-    total = 0
-    for x in results:
-        weights = torch.randn(x.shape, generator=generator).bfloat16().to(x)
-        total = total + (x * weights).double().sum()
-    inputs = [x for x in given if x is not None]
-    return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("length", "layout", "normalize"),
-    [(200, "column", False), (1500, "transposed", True), (1500, "transposed", False)],
-)
-def test_gradients_of_awkward_calls(device, dtype, length, layout, normalize):
-    """Several pieces; decays that erase the state. Each gradient has the dtype of its input."""
-    shape = Shape(2, 6, 2, length, 24, 40)
-    *given, decay, state, normalizer = make_inputs(shape, dtype, device, layout)
-    decay[:, :, [5, length // 2, length - 2]] = -torch.inf
-    decay[:, 1, 70:75] = -20
-    arguments = [*given, decay, state, normalizer if normalize else None]
-    options = {"normalize": normalize, "scale": 0.3}
-    actual, expected = gradients(arguments, options), gradients(widened(arguments), options)
-    for x, y, given in zip(actual, expected, [x for x in arguments if x is not None], strict=True):
-        assert x.dtype == given.dtype
-        Judge().near("gradient", x.cpu(), y.cpu())
-
-
 @pytest.mark.parametrize(
     ("causal", "diagonal_once"), [(True, False), (False, False), (False, True)]
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gradcheck(device, causal, diagonal_once, normalize):
     """Autograd hands every argument on; random calls of the backward pass have its sizes."""
-    inputs = make_inputs(Shape(1, 2, 1, 7, 3, 2), torch.float64, device)
-    q, k, v, decay, state, normalizer = inputs
-    arguments = [q, k, v, None if diagonal_once else decay - 0.1]
-    arguments += [state, normalizer if normalize else None] if causal else []
+    q, k, v = make_qkv(Shape(1, 2, 1, 7, 3, 2), torch.float64, device)
+    state = k[:, :, :3].mT @ v[:, :, :3]
+    arguments = [q, k, v, None if diagonal_once else -v[..., 0].abs() - 0.1]
+    arguments += [state, state.abs().sum(3) if normalize else None] if causal else []
     options = {"causal": causal, "diagonal_once": diagonal_once, "normalize": normalize}
     given = [x.requires_grad_() for x in arguments if x is not None]
 

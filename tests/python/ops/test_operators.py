@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the memory set")
 EXAMPLES = examples()
 # The emulation takes its time: some of what is short, others for each of its architectures.
 EMULATED = "H2O_EMULATED_LIBRARY" in os.environ
-CALLS, MOST = (1, 4) if EMULATED else (30, 1000)
+CALLS, MOST = (1, 5) if EMULATED else (30, 1000)
 FIRST = 1 if EMULATED and os.environ["H2O_PREFILL_CUDA_SM90"] == "1" else 0
 LONG = ("several steps", "distant logits", "chunks") if EMULATED else ()
 on_cpus = pytest.mark.skipif(EMULATED, reason="of kernels of the CPU, or long")
@@ -53,7 +53,7 @@ def depends_on_threads(operator, given):
 def test_named_examples(device, operator, about):
     """On one thread and on several, to the bit."""
     calls = list(EXAMPLES[operator, about].items())
-    for name, given in calls[FIRST :: -(-len(calls) // MOST)]:
+    for name, given in calls[FIRST :: len(calls) // MOST + 1]:
         call, wide = named_call(operator, name, given), given["dtype"] in ("float32", "float64")
         check(call, device, judge=Judge(strict=wide), traces=False)
         if device == "cpu" and not EMULATED and not depends_on_threads(operator, given):
@@ -243,12 +243,6 @@ def test_memory_attention_reads_its_keys_alone(device):
     for none in (indices[..., :0], torch.full_like(indices, -1)):
         out, lse, colsum = ops.memory_attention(q, k, v, none)
         assert not out.any() and not colsum.any() and (lse == float("-inf")).all()
-
-
-def test_a_nan_score_ranks_last(device):
-    scores = torch.tensor([[[float("nan"), 1, 0, float("nan"), 2, 0]]], device=device)
-    memory = torch.empty(1, 1, 0, dtype=torch.int32, device=device)
-    assert ops.select_memory(scores, memory, 0, 6, 0, 3, 0).tolist() == [[[1, 2, 4]]]
 
 
 def test_merging_an_empty_side(device):

@@ -134,21 +134,12 @@ inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t 
 }
 
 struct Expected {
-  std::vector<double> out;        // [B, Hq, T, Dv]
-  std::vector<double> same_type;  // the same, computed with probabilities and results of the dtype
-  std::vector<double> lse;        // [B, Hq, T]
+  std::vector<double> out;  // [B, Hq, T, Dv]
+  std::vector<double> lse;  // [B, Hq, T]
 };
-
-// The dtype's value that is nearest.
-inline double rounded(DType dtype, double x) {
-  Rows one(dtype, 1, 1);
-  one.set(0, 0, x);
-  return one.get(0, 0);
-}
 
 inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
   const Heads& query = in.query;
-  const DType dtype = query.rows.dtype();
   Expected expected;
   for (int64_t i = 0; i < query.batch * query.heads * query.length; ++i) {
     const int64_t b = i / query.length / query.heads, head = i / query.length % query.heads;
@@ -157,18 +148,12 @@ inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
     const std::vector<double> z = logits(in, b, head, t, keys);
     const Softmax row = softmax(z, in.sinks.empty() ? -HUGE_VAL : in.sinks[head]);
     expected.lse.push_back(row.lse);
-    std::vector<double> narrow;
-    for (const double x : z) narrow.push_back(rounded(dtype, std::exp(x - row.largest)));
     for (int64_t d = 0; d < in.value.rows.dim(); ++d) {
-      double sum = 0.0, narrow_sum = 0.0;
+      double sum = 0.0;
       for (size_t j = 0; j < keys.size(); ++j) {
-        const double value = in.value_at(b, h, keys[j])[d];
-        sum += row.probabilities[j] * value;
-        narrow_sum += narrow[j] * value;
+        sum += row.probabilities[j] * in.value_at(b, h, keys[j])[d];
       }
       expected.out.push_back(sum);
-      expected.same_type.push_back(
-          z.empty() ? 0.0 : rounded(dtype, narrow_sum * std::exp(row.largest - row.lse)));
     }
   }
   return expected;
