@@ -35,7 +35,6 @@ def retrieve(
         ",".join(map(str, DEPTHS)), metavar="N,N,...", help="Percent of the text before the needle."
     ),
     prompts: int = typer.Option(1, min=1, help="Prompts per task, length and depth."),
-    question: str = typer.Option("last", help="Put the question last or first."),
     preset: Annotated[
         list[str] | None,
         options.preset_option("Settings to compare with dense prefill; repeatable"),
@@ -43,7 +42,7 @@ def retrieve(
     seed: int = typer.Option(
         0, help="Random seed of needles and texts; equal seeds give equal prompts."
     ),
-    report: outputs.PlotOptions,
+    report: outputs.ReportOptions,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
@@ -53,8 +52,6 @@ def retrieve(
     mean log-probability per token of the expected answer after dense prefill, and its change after
     sparse prefill.
     """
-    from h2o_prefill.eval.plots import plot_retrieval
-
     report.check()
     configs = [options.find_settings(text) for text in preset or (None,)]
     wanted: dict[str, Any] = {
@@ -62,7 +59,6 @@ def retrieve(
         "lengths": options.parse_numbers(lengths, "lengths"),
         "depths": options.parse_numbers(depths, "depths"),
         "prompts_per_cell": prompts,
-        "question": question,
     }
     check_retrieval(**wanted)
     corpus = text.load()
@@ -77,7 +73,6 @@ def retrieve(
             on_progress=show,
             **wanted,
         )
-    title = f"{model}\nneedles in {corpus.name}, question {question}"
+    title = f"{model}\nneedles in {corpus.name}"
     report.write(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
-    report.draw(plot_retrieval, result, title)
     report.show(title, tables.retrieval_table(result))
