@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
-from h2o_prefill.eval.retrieval import (
-    DEPTHS,
-    LENGTHS,
-    check_retrieval,
-    evaluate_retrieval,
-    retrieval_report,
-)
+from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS, evaluate_retrieval, retrieval_report
 from h2o_prefill.eval.retrieval_prompts import TASKS
 
 
@@ -54,13 +48,10 @@ def retrieve(
     """
     report.check()
     configs = [options.find_settings(text) for text in preset or (None,)]
-    wanted: dict[str, Any] = {
-        "tasks": tasks.split(","),
+    numbers = {
         "lengths": options.parse_numbers(lengths, "lengths"),
         "depths": options.parse_numbers(depths, "depths"),
-        "prompts_per_cell": prompts,
     }
-    check_retrieval(**wanted)
     corpus = text.load()
     network, tokenizer = model.load()
     with console.show_progress("retrieval") as show:
@@ -69,9 +60,11 @@ def retrieve(
             corpus,
             {config.to_string(): config for config in configs},
             tokenizer=tokenizer,
+            tasks=tasks.split(","),
+            prompts_per_cell=prompts,
             seed=seed,
             on_progress=show,
-            **wanted,
+            **numbers,
         )
     title = f"{model}\nneedles in {corpus.name}"
     report.write(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))

@@ -114,7 +114,14 @@ def evaluate_retrieval(
     model, on_progress
         As in `h2o_prefill.eval`.
     """
-    check_retrieval(tasks, lengths, depths, prompts_per_cell)
+    for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
+    if unknown := set(tasks) - set(TASKS):
+        raise ValueError(f"tasks must be of {tuple(TASKS)}, got {min(unknown)!r}")
+    if not 0 <= min(depths) <= max(depths) <= 100:
+        raise ValueError(f"depths must be percentages from 0 to 100, got {list(depths)}")
+    check_counts("prompts_per_cell", prompts_per_cell)
     network, tokenizer = resolve_model(model, tokenizer)
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
@@ -199,23 +206,6 @@ def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tens
     # The first token follows the prompt, the others each other.
     log_probs = torch.cat([output.logits[0], rows[:-1]]).float().log_softmax(dim=-1)
     return float(log_probs.gather(1, expected.T).mean())
-
-
-def check_retrieval(
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    prompts_per_cell: int,
-) -> None:
-    """Raise ValueError for settings that `evaluate_retrieval` would refuse, without a model."""
-    for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
-    if unknown := set(tasks) - set(TASKS):
-        raise ValueError(f"tasks must be of {tuple(TASKS)}, got {min(unknown)!r}")
-    if not 0 <= min(depths) <= max(depths) <= 100:
-        raise ValueError(f"depths must be percentages from 0 to 100, got {list(depths)}")
-    check_counts("prompts_per_cell", prompts_per_cell)
 
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
