@@ -97,8 +97,6 @@ def throughput_table(frame: pd.DataFrame) -> Table:
         "dense\nMB": "{dense_megabytes:.1f}",
         "sparse\nMB": "{sparse_megabytes:.1f}",
     }
-    if frame["recalled_keys"].notna().any():
-        columns["recalled\nkeys"] = "{recalled_keys:.0f}"
     table = new_table(*columns)
     sizes = {f"{name}_megabytes": frame[f"{name}_peak_bytes"] / 1e6 for name in ("dense", "sparse")}
     for row in frame.assign(**sizes).to_dict(orient="records"):
