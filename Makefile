@@ -50,7 +50,7 @@ $(BIN)/.model: | build
 	touch $@
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
-	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto
+	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto --context 8000
 demo-cpp: dev $(BIN)/.model
 	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),benchmarks/README.md)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense,linear_layer} linear.py\ {linear,linear_decode} \

@@ -10,6 +10,7 @@ import typer
 
 from h2o_prefill import generation
 from h2o_prefill.cli import console, options, outputs, tables
+from h2o_prefill.cli.cluster import ClusterOptions
 from h2o_prefill.cli.errors import interrupt_text
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import parse_values, run_ablation
@@ -32,7 +33,7 @@ else:
 @options.command
 def ablate(
     model: options.ModelOptions,
-    cluster: options.ClusterOptions,
+    cluster: ClusterOptions,
     grid: GridOptions,
     dataset: str | None = typer.Option(
         None,

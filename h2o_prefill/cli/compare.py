@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-import torch
 import typer
 
 from h2o_prefill import eval as evaluation
 from h2o_prefill.cli import console, options, outputs
-from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.generation.prompts import encode_prompt
 from h2o_prefill.generation.runs import check_length
@@ -31,7 +28,7 @@ def compare(
         "template, instead of a part of a text.",
     ),
     context: int | None = typer.Option(
-        None, min=1, help="First tokens of the text to take.", show_default="8000 or 4096, by speed"
+        None, min=1, help="First tokens of the text to take.", show_default="4096"
     ),
     max_new_tokens: int = typer.Option(16, min=1, help="Tokens of the answers, at most."),
     repeats: int = typer.Option(3, min=1, help="Timed runs of each; the table shows medians."),
@@ -53,8 +50,7 @@ def compare(
     network, tokenizer = model.load()
     if prompt_file is None:
         tokens = encode(tokenizer, corpus.text)
-        context = context or _default_context(network, tokens, repeats)
-        _, ids = select_windows(tokens, context, "0:1")
+        _, ids = select_windows(tokens, context or 4096, "0:1")
     else:
         ids = encode_prompt(tokenizer, corpus.text, chat=True)
         argument = "tokens of --prompt-file and the answer (a part: --text-file, --context)"
@@ -74,12 +70,3 @@ def compare(
     origin = model.origin(corpus, preset=name, **dataclasses.asdict(config))
     report.write(lambda: build_report(origin, **dataclasses.asdict(result)))
     report.show(title, str(result))
-
-
-def _default_context(network: Any, tokens: torch.Tensor, repeats: int) -> int:
-    """Return 8,000 if so many tokens take less than about three minutes, else 4,096."""
-    check_length(network, 4096, "--context")
-    with torch.no_grad():
-        seconds = PromptForward(network).prefill(tokens[None, :2000].to(network.device))
-    # At 8,000 tokens of SmolLM2-135M, one prefill of each kind takes 18 times as long in all.
-    return 8000 if len(tokens) >= 8000 and seconds * 18 * (repeats + 2) < 180 else 4096

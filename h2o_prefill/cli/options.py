@@ -1,8 +1,7 @@
-"""Options that several commands share, and their values: models, texts, settings, workers."""
+"""Options that several commands share, and their values: models, texts, settings."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,16 +10,15 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.console import Console
 
 from h2o_prefill import generation
-from h2o_prefill.cli.console import quiet_libraries, stderr
+from h2o_prefill.cli.console import quiet_libraries
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.cluster import ModelCluster, connect
 from h2o_prefill.generation import DTYPES, Corpus
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
 
@@ -202,40 +200,3 @@ def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
         rule = "numbers" if least is None else f"numbers >= {least}"
         raise ValueError(f"{name} must be {rule} with commas between, got {text!r}")
     return numbers
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """What a command line says about a cluster."""
-
-    PANEL: ClassVar = "Dask cluster"
-    scheduler: str | None = typer.Option(
-        None,
-        metavar="ADDRESS",
-        help="Work on the workers of this Dask scheduler, as in tcp://10.0.0.1:8786, or a file "
-        "that dask scheduler --scheduler-file wrote.",
-    )
-    workers: int | None = typer.Option(
-        None,
-        metavar="N",
-        min=1,
-        max=1024,
-        help="Work in N processes of this machine: each has its share of the threads, or "
-        "--threads, and loads the model.",
-    )
-
-    @contextlib.contextmanager
-    def connect(self, model: ModelOptions) -> Iterator[ModelCluster | None]:
-        """Yield workers that load a model, None without any of the options."""
-        if self.scheduler is None and self.workers is None:
-            yield None
-            return
-        if None not in (self.scheduler, self.workers):
-            raise ValueError("give one of --scheduler and --workers")
-        if model.device != "cpu":
-            raise ValueError(f"--device must be cpu with workers, got {model.device!r}")
-        where = self.scheduler, self.workers, model.threads
-        with connect(model.model, model.dtype, *where) as cluster:
-            client = cluster.client
-            stderr.print(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
-            yield cluster

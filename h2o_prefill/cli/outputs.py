@@ -54,40 +54,15 @@ class ReportOptions:
                 print(line)
 
 
-@dataclass(frozen=True)
-class PlotOptions(ReportOptions):
-    """Where the report and the figure of a command go."""
-
-    plot: Path | None = typer.Option(
-        None, metavar="FILE", help="Also draw the result into this file (.png, .svg or .pdf)."
-    )
-
-    def check(self) -> None:
-        """Raise ValueError if a file could not be written."""
-        super().check()
-        if self.plot is not None:
-            check_output_file(self.plot, "--plot", (".png", ".svg", ".pdf"))
-
-    def draw(self, plot: Callable[..., Any], result: Any, title: str) -> None:
-        """Draw the figure, if --plot asks for it."""
-        if self.plot is not None:
-            plot(result, self.plot, title.replace("\n", ", "))
-            stderr.print(f"wrote {self.plot}")
-
-
-def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for a file that could not be written, or has none of the suffixes."""
+def check_output_file(path: Path, option: str) -> None:
+    """Raise ValueError for a file that could not be written."""
     target = path.expanduser().absolute()
     if target.is_dir() or not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
         raise ValueError(f"{option} must be a file in a folder to write to, got {str(path)!r}")
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
 
 
-def check_output_folder(path: Path | None, names: Iterable[str], option: str = "--output") -> None:
+def check_output_folder(path: Path, names: Iterable[str], option: str = "--output") -> None:
     """Raise ValueError if files could not be written into a folder, which may be new."""
-    if path is None:
-        return
     folder = output_folder(path, option).absolute()
     if folder.exists():
         for name in names:

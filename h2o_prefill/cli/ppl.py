@@ -18,11 +18,9 @@ def ppl(
     preset: options.PresetOption = None,
     context: int = typer.Option(4096, min=1, help="Window length in tokens."),
     windows: options.WindowsOption = "0:6",
-    report: outputs.PlotOptions,
+    report: outputs.ReportOptions,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
-    from h2o_prefill.eval.plots import plot_perplexity
-
     report.check()
     config = options.find_settings(preset)
     parse_windows(windows)
@@ -42,5 +40,4 @@ def ppl(
     title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n{name}"
     origin = model.origin(corpus, preset=name)
     report.write(lambda: perplexity_report(result, **origin))
-    report.draw(plot_perplexity, result, title)
     report.show(title, tables.perplexity_table(result))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import console, options, outputs, tables
-from h2o_prefill.eval.retrieval import (
-    DEPTHS,
-    LENGTHS,
-    check_retrieval,
-    evaluate_retrieval,
-    retrieval_report,
-)
+from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS, evaluate_retrieval, retrieval_report
 from h2o_prefill.eval.retrieval_prompts import TASKS
 
 
@@ -35,7 +29,6 @@ def retrieve(
         ",".join(map(str, DEPTHS)), metavar="N,N,...", help="Percent of the text before the needle."
     ),
     prompts: int = typer.Option(1, min=1, help="Prompts per task, length and depth."),
-    question: str = typer.Option("last", help="Put the question last or first."),
     preset: Annotated[
         list[str] | None,
         options.preset_option("Settings to compare with dense prefill; repeatable"),
@@ -43,7 +36,7 @@ def retrieve(
     seed: int = typer.Option(
         0, help="Random seed of needles and texts; equal seeds give equal prompts."
     ),
-    report: outputs.PlotOptions,
+    report: outputs.ReportOptions,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
@@ -53,18 +46,12 @@ def retrieve(
     mean log-probability per token of the expected answer after dense prefill, and its change after
     sparse prefill.
     """
-    from h2o_prefill.eval.plots import plot_retrieval
-
     report.check()
     configs = [options.find_settings(text) for text in preset or (None,)]
-    wanted: dict[str, Any] = {
-        "tasks": tasks.split(","),
+    numbers = {
         "lengths": options.parse_numbers(lengths, "lengths"),
         "depths": options.parse_numbers(depths, "depths"),
-        "prompts_per_cell": prompts,
-        "question": question,
     }
-    check_retrieval(**wanted)
     corpus = text.load()
     network, tokenizer = model.load()
     with console.show_progress("retrieval") as show:
@@ -73,11 +60,12 @@ def retrieve(
             corpus,
             {config.to_string(): config for config in configs},
             tokenizer=tokenizer,
+            tasks=tasks.split(","),
+            prompts_per_cell=prompts,
             seed=seed,
             on_progress=show,
-            **wanted,
+            **numbers,
         )
-    title = f"{model}\nneedles in {corpus.name}, question {question}"
+    title = f"{model}\nneedles in {corpus.name}"
     report.write(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
-    report.draw(plot_retrieval, result, title)
     report.show(title, tables.retrieval_table(result))

@@ -86,21 +86,20 @@ def ablation_table(frame: pd.DataFrame) -> Table:
 
 
 def throughput_table(frame: pd.DataFrame) -> Table:
-    """Return seconds and tokens per second, one prompt length per row."""
+    """Return seconds, and bytes beside the weights, one prompt length per row."""
     # Headings of two lines fit 80 columns.
     columns = {
         "tokens": "{seq_length:.0f}",
         "dense\nseconds": "{dense_seconds:.3f}",
         "sparse\nseconds": "{sparse_seconds:.3f}",
-        "dense\ntokens/s": "{dense_tokens_per_second:.0f}",
-        "sparse\ntokens/s": "{sparse_tokens_per_second:.0f}",
         "speed-up\n(range)": "{speedup:.2f} ({speedup_min:.2f}-{speedup_max:.2f})",
         "attention\nflops ratio": "{attention_flops_ratio:.2f}",
+        "dense\nMB": "{dense_megabytes:.1f}",
+        "sparse\nMB": "{sparse_megabytes:.1f}",
     }
-    if frame["recalled_keys"].notna().any():
-        columns["recalled\nkeys"] = "{recalled_keys:.0f}"
     table = new_table(*columns)
-    for row in frame.to_dict(orient="records"):
+    sizes = {f"{name}_megabytes": frame[f"{name}_peak_bytes"] / 1e6 for name in ("dense", "sparse")}
+    for row in frame.assign(**sizes).to_dict(orient="records"):
         table.add_row(*(form.format_map(row) for form in columns.values()))
     return table
 

@@ -27,7 +27,7 @@ from h2o_prefill.eval.cluster import ModelCluster
 from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
 from h2o_prefill.eval.perplexity import PerplexityResult, evaluate_perplexity
 from h2o_prefill.eval.retrieval import evaluate_retrieval
-from h2o_prefill.eval.timing import benchmark_throughput, profile_memory
+from h2o_prefill.eval.timing import benchmark_throughput
 
 if TYPE_CHECKING:
     from h2o_prefill.eval.plots import visualize_attention_patterns

@@ -17,15 +17,10 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import AUTO, PrefillConfig, format_value
 from h2o_prefill.eval import ablation_table as table
 from h2o_prefill.eval.ablation_table import FIELDS
-from h2o_prefill.eval.cluster import (
-    LoadedModel,
-    ModelCluster,
-    digest,
-    model_digest,
-    run_pieces,
-)
+from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.eval.perplexity import PairedRuns, check_settings
 from h2o_prefill.eval.report import commit, cpu_name, gpu_name, output_folder
+from h2o_prefill.fingerprint import digest, fingerprint
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     FAILURES,
@@ -263,23 +258,23 @@ def _find_cells(
     windows: str,
 ) -> tuple[list[_Text], dict[str, _Cell]]:
     """Return each text at each context, and all cells by key."""
-    weights = model_digest(network)
+    weights = fingerprint(network)
     texts: list[_Text] = []
     cells: dict[str, _Cell] = {}
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows)
-            digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
+            digests = [str(indices.start), *(digest(weights, ids) for ids in batches)]
             for config in (config for length, config in grid if length == context):
                 # Without the fields at their defaults: a new field leaves old keys as they are.
                 values = {n: getattr(config, n) for n in FIELDS}
                 changed = {n: x for n, x in values.items() if x != getattr(PrefillConfig, n)}
-                key = digest(corpus.name, digests, changed)
+                key = digest(corpus.name, *digests, str(sorted(changed.items())))
                 cells[key] = len(texts), config
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
-            texts.append(_Text(digest(digests), columns, indices, batches))
+            texts.append(_Text(digest(*digests), columns, indices, batches))
     return texts, cells
 
 

@@ -5,11 +5,10 @@ A cell is one `PrefillConfig` on one text at one context.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,18 +133,12 @@ def add_row(row: Mapping[str, Any], path: Path) -> None:
 
     Other runs may add rows to the file at the same time: its rows are read again.
     """
-    with _locked(path.parent):
-        rows = read_rows(path)
-        with replaced_file(path) as scratch:
-            to_frame({**rows, row["cell"]: row}.values()).to_csv(scratch, index=False)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder: a file that is replaced cannot be locked itself."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    # The lock is the folder's: a file that is replaced cannot be locked itself.
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = {**read_rows(path), row["cell"]: row}
+        with replaced_file(path) as scratch:
+            to_frame(rows.values()).to_csv(scratch, index=False)
     finally:
-        os.close(descriptor)
+        os.close(folder)

@@ -23,9 +23,10 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.generation.prompts import prompt_ids
-from h2o_prefill.generation.runs import Progress, check_model, report_progress
+from h2o_prefill.generation.runs import Progress, check_model, eval_mode, report_progress
 from h2o_prefill.hf.kinds import count_heads
 from h2o_prefill.presets import chosen_config
+from h2o_prefill.vocabulary import check_ids
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def measure_attention(
     if length < 2:
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_model(model, length, "input_ids")
-    from h2o_prefill.eval.observe import observe_prompt
+    from h2o_prefill.eval.observe import observe_attention
+    from h2o_prefill.hf.cache import last_logits_only
 
     prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
@@ -150,7 +152,10 @@ def measure_attention(
         of_layer = config.of_layer(index), recalled, call.logit_options
         measures[index] = measure_layer(*qkv, *of_layer)
 
-    observe_prompt(model, prompt, observe, config.dense_layers)
+    check_ids(prompt, model)
+    observed = observe_attention(model, observe, config.dense_layers)
+    with torch.no_grad(), eval_mode(model), observed:
+        model(prompt, use_cache=False, **last_logits_only(model))
     report_progress(on_progress, total, total, "done")
     if not measures:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")

@@ -6,28 +6,19 @@ done: the pieces of a worker that dies run elsewhere, and nothing here needs to 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import logging
-import signal
 import socket
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 import h2o_prefill
-from h2o_prefill._warn import warn
+from h2o_prefill.fingerprint import fingerprint
 from h2o_prefill.generation.models import load_model
 
 if TYPE_CHECKING:
@@ -36,7 +27,7 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 
-# `enable`, numbers of threads and filters of warnings belong to a process, not to a thread of it.
+# `enable` and numbers of threads belong to a process, not to a thread of it.
 _ONE_PIECE = threading.Lock()
 
 
@@ -81,62 +72,6 @@ class ModelCluster:
     threads: int | None = None
 
 
-@contextlib.contextmanager
-def connect(
-    model: str, dtype: str, scheduler: str | None, workers: int | None, threads: int | None
-) -> Iterator[ModelCluster]:
-    """Connect to a scheduler, by its address or its file, or start workers on this machine.
-
-    Those share the threads of this process, unless `threads` says how many each has. Raises
-    ValueError for a wrong address, ImportError without Dask, and OSError if no scheduler answers.
-    """
-    try:
-        import distributed
-    except ModuleNotFoundError as error:
-        why = "--scheduler and --workers need Dask: pip install 'h2o_prefill[cluster]'"
-        raise ImportError(why) from error
-    # What becomes of workers is on the dashboard, and in the results where it matters.
-    for name in ("distributed", "distributed.client"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    file = Path(scheduler or "").expanduser()
-    with contextlib.ExitStack() as stack:
-        if workers is not None:
-            threads = threads or max(1, torch.get_num_threads() // workers)
-            client = distributed.Client(stack.enter_context(_start_workers(workers)))
-        else:
-            where = {"scheduler_file": str(file)} if file.is_file() else {"address": scheduler}
-            try:
-                client = distributed.Client(**where)
-            except ValueError as error:
-                rule = "--scheduler must be a file or an address like tcp://10.0.0.1:8786"
-                raise ValueError(f"{rule}, got {scheduler!r}: {error}") from error
-        yield ModelCluster(stack.enter_context(client), model, dtype, threads)
-
-
-def _start_workers(count: int) -> Any:
-    """Return a cluster of processes of this machine, which Ctrl-C does not reach.
-
-    A terminal sends it to workers as well, which this process ends itself.
-    """
-    import distributed
-
-    # Python starts this one with the first process, and then lets signals through again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        # Memory is the operating system's to judge, as without Dask: a worker that pauses for lack
-        # of it would never go on, since a model does not become smaller.
-        return distributed.LocalCluster(
-            n_workers=count,
-            threads_per_worker=1,
-            memory_limit=0,
-            dashboard_address="localhost:0",
-            silence_logs=logging.CRITICAL,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def run_pieces(
     loaded: LoadedModel,
     cluster: ModelCluster | None,
@@ -159,7 +94,7 @@ def run_pieces(
         return
     from distributed import as_completed
 
-    model = cluster.model, cluster.dtype, h2o_prefill.__version__, model_digest(loaded.network)
+    model = cluster.model, cluster.dtype, h2o_prefill.__version__, fingerprint(loaded.network)
     submit = partial(cluster.client.submit, pure=False)
     # A task like the others, not scattered data: Dask makes it again if its worker dies.
     common = submit(_same, shared)
@@ -175,38 +110,19 @@ def run_pieces(
         yield futures.pop(future), partial(_result, future)
 
 
-def model_digest(network: nn.Module) -> str:
-    """Return a digest of a model's weights, and of its position embeddings if they are scaled."""
-    # The first numbers of each parameter: reading all would take too long.
-    weights = (
-        (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
-        for name, weight in network.named_parameters()
-    )
-    # Weights do not show these.
-    rope = getattr(getattr(network, "config", None), "rope_parameters", None) or {}
-    return digest(*weights, *([] if rope.get("rope_type", "default") == "default" else [rope]))
-
-
-def digest(*values: Any) -> str:
-    """Return 16 hexadecimal digits that stand for plain values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _same(value: R) -> R:
     return value
 
 
 def _work(
     model: tuple[str, ...], threads: int | None, function: Callable[..., R], shared: Any, piece: Any
-) -> tuple[R, list[str]]:
-    """Run a piece on a worker; return its result and the texts of its warnings."""
-    with _ONE_PIECE, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+) -> R:
+    """Run a piece on a worker."""
+    with _ONE_PIECE:
         if threads is not None:
             # OpenMP counts by thread, and Dask may take another one for every piece.
             torch.set_num_threads(threads)
-        result = function(_load(*model), shared, piece)
-    return result, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        return function(_load(*model), shared, piece)
 
 
 @functools.lru_cache(maxsize=1)
@@ -222,22 +138,19 @@ def _load(model: str, dtype: str, version: str, expected: str) -> LoadedModel:
         loaded = LoadedModel(*load_model(model, dtype))
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f"{host} cannot load the model: {error}") from error
-    if model_digest(loaded.network) != expected:
+    if fingerprint(loaded.network) != expected:
         raise ValueError(f"{host} must have the same model, has different weights from {model!r}")
     return loaded
 
 
 def _result(future: Any) -> Any:
-    """Return the result of a finished future of `_work`, and repeat its warnings here."""
+    """Return the result of a finished future of `_work`."""
     from distributed import KilledWorker
 
     try:
-        result, texts = future.result()
+        return future.result()
     except KilledWorker as error:
         why = "several workers died on it, for lack of memory or since they were killed"
         raise RuntimeError(why) from error
     except CancelledError as error:
         raise ConnectionError("the scheduler of the cluster was lost") from error
-    for text in texts:
-        warn(text)
-    return result

@@ -12,15 +12,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.generation.runs import eval_mode
 from h2o_prefill.hf import enable
 from h2o_prefill.hf.attention import attend_densely
-from h2o_prefill.hf.cache import last_logits_only
 from h2o_prefill.hf.call import Attended, Call, dense_reason
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.presets import PRESETS
-from h2o_prefill.vocabulary import check_ids
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
@@ -29,15 +26,6 @@ NAME = "h2o_prefill_observed"
 Observer = Callable[[Call, Tensor], None]
 
 _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", default=None)
-
-
-def observe_prompt(
-    model: PreTrainedModel, prompt: Tensor, observe: Observer, dense_layers: tuple[int, ...]
-) -> None:
-    """Run a prompt, int64 [1, T], densely and without a cache, under `observe_attention`."""
-    check_ids(prompt, model)
-    with torch.no_grad(), eval_mode(model), observe_attention(model, observe, dense_layers):
-        model(prompt, use_cache=False, **last_logits_only(model))
 
 
 @contextlib.contextmanager

@@ -22,11 +22,7 @@ from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation_table import FIELDS, presets, varied_settings
 from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
-from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.report import output_folder
-from h2o_prefill.eval.retrieval import RetrievalResult
-from h2o_prefill.eval.scores import format_change
-from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
 
 File = str | os.PathLike[str]
@@ -76,26 +72,6 @@ def save_figure(figure: Figure, path: File, finding: str, measured: str = "") ->
     with replaced_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     return figure
-
-
-def plot_perplexity(result: PerplexityResult, path: File, title: str = "") -> Figure:
-    """Draw how far the perplexity of each chunk, and of each window, is above dense."""
-    figure, panels = new_figure(9.6, 3.8, 2)
-    dense, sparse = result.dense, result.sparse
-    for axes, label, before, after, first in (
-        (panels[0], "chunk of a window", dense.ppl_by_chunk, sparse.ppl_by_chunk, 0),
-        (panels[1], "window", dense.ppl_by_window, sparse.ppl_by_window, result.windows[0]),
-    ):
-        change = 100 * (np.array(after) / np.array(before) - 1)
-        axes.bar(np.arange(len(change)) + first, change, color=SPARSE["color"], alpha=0.6)
-        axes.axhline(0, color="0.3", linewidth=0.8)
-        axes.set(xlabel=label, ylabel="perplexity above dense (%)")
-        axes.locator_params(axis="x", integer=True)
-        open_axes(axes)
-    change = format_change(result.delta_percent, result.stderr_percent)
-    finding = f"Sparse prefill changes perplexity by {change}"
-    ppl = f"{dense.ppl:.3f} dense, {sparse.ppl:.3f} sparse"
-    return save_figure(figure, path, f"{finding} ({ppl})", title)
 
 
 def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
@@ -183,77 +159,6 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other point beats in both `flops` and `loss`, by rising flops."""
     ordered = points.sort_values(["flops", "loss"])
     return ordered[ordered["loss"] < ordered["loss"].cummin().shift(fill_value=math.inf)]
-
-
-def plot_throughput(frame: pd.DataFrame, path: File, title: str = "") -> Figure:
-    """Draw tokens per second, dense and sparse, and the ratios of seconds and attention flops."""
-    figure, (rate, ratio) = new_figure(9.6, 4.2, 2)
-    lengths, speedup = frame["seq_length"], frame["speedup"]
-    for name, style in (("dense", DENSE), ("sparse", SPARSE)):
-        rate.plot(lengths, frame[f"{name}_tokens_per_second"], label=name, **style)
-    spread = [speedup - frame["speedup_min"], frame["speedup_max"] - speedup]
-    label = "speed-up (bars: lowest and highest round)"
-    ratio.errorbar(lengths, speedup, spread, capsize=3, label=label, **SPARSE)
-    flops = frame["attention_flops_ratio"]
-    ratio.plot(lengths, flops, label="attention flops, dense / sparse", **OTHER)
-    ratio.axhline(1, color="0.3", linewidth=0.8)
-    for axes, unit in ((rate, "tokens / s (higher is better)"), (ratio, "dense / sparse (times)")):
-        use_lengths(axes, lengths)
-        axes.set(ylabel=unit, ylim=(0, None))
-        open_axes(axes, legend=True)
-    finding = f"Sparse prefill is {speedup.iloc[-1]:.2f} times as fast as dense"
-    return save_figure(figure, path, f"{finding} at {lengths.iloc[-1]:,.0f} tokens", title)
-
-
-def plot_memory_profile(frame: pd.DataFrame, path: File, title: str = "") -> Figure:
-    """Draw the peak memory of a prefill without the weights, and its components."""
-    figure, (axes,) = new_figure(7.2, 4.4)
-    megabytes = frame.set_index("seq_length").filter(like="_bytes") / 1e6
-    cache, state = megabytes["kv_cache_bytes"], megabytes["state_bytes"]
-    work = "activations, workspace"
-    dense = {"KV cache": cache, f"dense: {work}": megabytes["dense_peak_bytes"] - cache}
-    sparse = {"_cache": cache, "sparse: scores and memory sets": state}
-    sparse[f"sparse: {work}"] = megabytes["sparse_peak_bytes"] - cache - state
-    for parts, colors, side in (
-        (dense, ("0.7", DENSE["color"]), 1),
-        (sparse, ("0.7", THIRD["color"], SPARSE["color"]), 0),
-    ):
-        bars = megabytes.assign(**parts)[list(parts)]
-        bars.plot.bar(ax=axes, stacked=True, color=colors, width=0.36, position=side, rot=0)
-    axes.set_xlim(-0.6, len(frame) - 0.4)
-    axes.set(xlabel="prompt (tokens)", ylabel="peak of a prefill beside the weights (MB)")
-    open_axes(axes)
-    axes.legend(frameon=False, fontsize=8, reverse=True, loc="upper left")
-    finding = f"Scores and memory sets add {100 * state.iloc[-1] / cache.iloc[-1]:.1f} %"
-    finding += f" to the KV cache of {frame['seq_length'].iloc[-1]:,} tokens"
-    return save_figure(figure, path, finding, title)
-
-
-def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figure:
-    """Draw the mean score as a map: tasks and depths by prefill and length."""
-    runs = [DENSE_RUN, *result.variants]
-    frame = pd.DataFrame(
-        {"task": o.task, "length": o.length, "depth": o.depth, **o.scores} for o in result.outcomes
-    )
-    scores = frame.pivot_table(runs, ["task", "depth"], "length", sort=False)[runs]
-    rows, columns = scores.shape
-    # Settings of many heads would not fit.
-    shown = {run: run if len(run) <= 16 else f"{run[:15]}…" for run in runs}
-    width = max(0.9, 0.08 * max(map(len, shown.values())))
-    figure, (axes,) = new_figure(2.5 + width * columns, 2.2 + 0.3 * rows)
-    axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    texts = scores.map(lambda score: "" if math.isnan(score) else f"{score:.2g}")
-    _write_cells(axes, texts, scores.to_numpy() <= 0.5)
-    names = [f"{length:,}\n{shown[run]}" for run, length in scores.columns]
-    axes.set_xticks(range(columns), names, fontsize=8)
-    axes.set_yticks(range(rows), [f"{task}, {depth:g} %" for task, depth in scores.index])
-    axes.set(xlabel="prompt (tokens), prefill", ylabel="task, depth of the needle (%)")
-    for column in range(columns // len(runs), columns, columns // len(runs)):
-        axes.axvline(column - 0.5, color="white", linewidth=3)
-    dense, *sparse = (100 * frame[run].mean() for run in runs)
-    shares = " to ".join(f"{share:.0f} %" for share in sorted({min(sparse), max(sparse)}))
-    finding = f"Mean score: {dense:.0f} % after dense prefill, {shares} after sparse prefill"
-    return save_figure(figure, path, finding, title)
 
 
 def visualize_attention_patterns(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.retrieval_prompts import (
-    QUESTIONS,
     TASKS,
     Haystack,
     RetrievalPrompt,
@@ -68,7 +67,6 @@ class RetrievalResult:
     outcomes: list[PromptOutcome]
     summary: pd.DataFrame  # see `summarize_retrieval`
     variants: dict[str, PrefillConfig]
-    question: str
     prompts_per_cell: int  # prompts of each task, length and depth
     seed: int
     text_source: str  # what the needles were hidden in
@@ -84,7 +82,6 @@ def evaluate_retrieval(
     lengths: Sequence[int] = LENGTHS,
     depths: Sequence[float] = DEPTHS,
     prompts_per_cell: int = 1,
-    question: str = "last",
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> RetrievalResult:
@@ -112,14 +109,19 @@ def evaluate_retrieval(
         Percent of the text before the needle, 0 to 100.
     prompts_per_cell : int
         Prompts of each task, length and depth.
-    question : {"last", "first"}
-        Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
     model, on_progress
         As in `h2o_prefill.eval`.
     """
-    check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
+    for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
+    if unknown := set(tasks) - set(TASKS):
+        raise ValueError(f"tasks must be of {tuple(TASKS)}, got {min(unknown)!r}")
+    if not 0 <= min(depths) <= max(depths) <= 100:
+        raise ValueError(f"depths must be percentages from 0 to 100, got {list(depths)}")
+    check_counts("prompts_per_cell", prompts_per_cell)
     network, tokenizer = resolve_model(model, tokenizer)
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
@@ -138,8 +140,7 @@ def evaluate_retrieval(
 
     def build(cell: tuple[str, int, float, int]) -> tuple[int, RetrievalPrompt]:
         of_cell = prompt_seed(seed, *cell)
-        options: dict[str, Any] = {"question": question, "seed": of_cell}
-        return of_cell, build_prompt(cell[0], tokenizer, words, *cell[1:3], **options)
+        return of_cell, build_prompt(cell[0], tokenizer, words, *cell[1:3], seed=of_cell)
 
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
@@ -163,7 +164,6 @@ def evaluate_retrieval(
         outcomes=outcomes,
         summary=summarize_retrieval(outcomes, list(runs)),
         variants=dict(variants),
-        question=question,
         prompts_per_cell=prompts_per_cell,
         seed=seed,
         text_source=corpus.source,
@@ -206,26 +206,6 @@ def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tens
     # The first token follows the prompt, the others each other.
     log_probs = torch.cat([output.logits[0], rows[:-1]]).float().log_softmax(dim=-1)
     return float(log_probs.gather(1, expected.T).mean())
-
-
-def check_retrieval(
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    prompts_per_cell: int,
-    question: str,
-) -> None:
-    """Raise ValueError for settings that `evaluate_retrieval` would refuse, without a model."""
-    for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
-    if unknown := set(tasks) - set(TASKS):
-        raise ValueError(f"tasks must be of {tuple(TASKS)}, got {min(unknown)!r}")
-    if not 0 <= min(depths) <= max(depths) <= 100:
-        raise ValueError(f"depths must be percentages from 0 to 100, got {list(depths)}")
-    check_counts("prompts_per_cell", prompts_per_cell)
-    if question not in QUESTIONS:
-        raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
 
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from h2o_prefill.generation.prompts import encode_continuation, encode_prompt
 
-QUESTIONS = ("last", "first")
-
 # A key is an adjective and a noun joined by a hyphen, as RULER's are.
 _ADJECTIVES = """
 ancient bitter bright calm careful cheerful clever clumsy crooked curious distant eager elegant
@@ -153,15 +151,13 @@ def build_prompt(
     length: int,
     depth: float,
     *,
-    question: str = "last",
     seed: int = 0,
 ) -> RetrievalPrompt:
     """Hide a task's needles in as much text as fits a length of prompt and answer together.
 
     One of the needles goes to `depth`, the others and the distractors to random depths; needles
     keep their order. If the tokenizer has a chat template, the prompt is a user's message followed
-    by the beginning of the answer. With the question last, that beginning repeats the question's
-    key, as in RULER; with the question first, it says nothing about it.
+    by the beginning of the answer, which repeats the question's key, as in RULER.
 
     Raises ValueError if the length has no room for the task, or the text is too short for it.
     """
@@ -176,7 +172,7 @@ def build_prompt(
     available = len(haystack) - begin
 
     def encoded(words: int) -> Tensor:
-        return _encode(tokenizer, riddle, haystack.piece(begin, words, needles), question)
+        return _encode(tokenizer, riddle, haystack.piece(begin, words, needles))
 
     # A word has at least one token.
     sizes = range(min(available, budget) + 1)
@@ -194,13 +190,9 @@ def build_prompt(
     return RetrievalPrompt(encoded(words), kind.new_tokens, riddle.answers, expected)
 
 
-def _encode(tokenizer: Any, riddle: Riddle, text: str, question: str) -> Tensor:
-    if question == "last":
-        message, gap, lead = f"{riddle.intro}\n{text}\n{riddle.question}", " ", riddle.lead
-    else:
-        message = f"Answer this question about the following text. {riddle.question}\n{text}"
-        gap, lead = "\n", "The answer is"
+def _encode(tokenizer: Any, riddle: Riddle, text: str) -> Tensor:
+    message = f"{riddle.intro}\n{text}\n{riddle.question}"
     if not getattr(tokenizer, "chat_template", None):
-        return encode_prompt(tokenizer, f"{message}{gap}{lead}", chat=False)
+        return encode_prompt(tokenizer, f"{message} {riddle.lead}", chat=False)
     asked = encode_prompt(tokenizer, message, chat=True)
-    return torch.cat([asked, encode_continuation(tokenizer, lead)], dim=1)
+    return torch.cat([asked, encode_continuation(tokenizer, riddle.lead)], dim=1)

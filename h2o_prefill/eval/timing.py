@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
@@ -39,11 +38,12 @@ def benchmark_throughput(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Time the prefill of a model, dense and sparse, at several prompt lengths.
+    """Measure time and memory of the prefill of a model, dense and sparse, at several lengths.
 
     A run is one call over one prompt of random tokens, see `random_ids`, that computes the logits
     of the last token only. Dense and sparse runs take turns, each first in every other round, so
-    that a machine that drifts slows both alike; one run of each before that is not counted.
+    that a machine that drifts slows both alike; one run of each before that is not timed, and
+    counts memory.
 
     Parameters
     ----------
@@ -63,11 +63,16 @@ def benchmark_throughput(
         `dense_tokens_per_second`, `sparse_tokens_per_second`; `speedup`, the ratio of the medians,
         dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
-        off); `num_runs`.
+        off); `dense_peak_bytes` and `sparse_peak_bytes`, the most bytes of tensors beside the
+        weights, on all devices; `num_runs`.
     """
     config = sparse_at_any_length(chunk_config)
     check_counts("num_runs", num_runs)
-    lengths = _check_lengths(model, seq_lengths)
+    lengths = list(seq_lengths)
+    if not lengths:
+        raise ValueError("seq_lengths must hold at least one length, got none")
+    check_counts("seq_lengths", *lengths)
+    check_model(model, max(lengths), "seq_lengths")
     import pandas as pd
 
     rows: list[dict[str, float]] = []
@@ -79,13 +84,17 @@ def benchmark_throughput(
         for length in lengths:
             ids = random_ids(model, length, generator)
             seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
-            for run in range(num_runs + 1):  # the first one warms up
+            peaks: dict[str, int] = {}
+            for run in range(num_runs + 1):
                 for name, mode in modes[:: -1 if run % 2 else 1]:
                     step(f"{length} tokens {name}")
                     with prefill_mode(model, mode, strict=True):
-                        seconds[name].append(forward(ids)[1])
+                        if run:
+                            seconds[name].append(forward.prefill(ids))
+                        else:  # this one also warms up
+                            peaks[f"{name}_peak_bytes"] = peak_bytes(partial(forward.prefill, ids))
             flops = count_attention_flops(ids, config, *count_heads(model))
-            rounds = pd.DataFrame(seconds)[1:]
+            rounds = pd.DataFrame(seconds)
             dense, sparse = rounds.median()
             by_round = rounds["dense"] / rounds["sparse"]
             rows.append(
@@ -102,21 +111,12 @@ def benchmark_throughput(
                     "recalled_keys": math.nan
                     if flops.recalled_keys is None
                     else flops.recalled_keys,
+                    **peaks,
                     "num_runs": num_runs,
                 }
             )
     step("done")
     return pd.DataFrame(rows)
-
-
-def _check_lengths(model: Any, seq_lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of prompts that a model takes, or raise ValueError."""
-    lengths = list(seq_lengths)
-    if not lengths:
-        raise ValueError("seq_lengths must hold at least one length, got none")
-    check_counts("seq_lengths", *lengths)
-    check_model(model, max(lengths), "seq_lengths")
-    return lengths
 
 
 # The profiler looks for a GPU when it starts, and says so where there is none.
@@ -138,49 +138,3 @@ def peak_bytes(call: Callable[[], Any]) -> int:
         size += event.nbytes()
         peak = max(peak, size)
     return peak
-
-
-def profile_memory(
-    model: Any,
-    seq_lengths: Sequence[int],
-    chunk_config: PrefillConfig | str | None = None,
-    *,
-    on_progress: Progress | None = None,
-) -> pd.DataFrame:
-    """Count the bytes that the prefill of a model takes in addition to its weights.
-
-    A run is one call over one prompt of random tokens that computes the logits of the last token
-    only, and keeps its KV cache. Counted are tensors, on every device.
-    """
-    config = sparse_at_any_length(chunk_config)
-    lengths = _check_lengths(model, seq_lengths)
-    import pandas as pd
-
-    from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, last_logits_only
-
-    rows: list[dict[str, int]] = []
-    step = count_steps(on_progress, 2 * len(lengths))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), eval_mode(model):
-        for length in lengths:
-            ids = random_ids(model, length, generator)
-            row = {"seq_length": length}
-            for name, mode in (("dense", None), ("sparse", config)):
-                step(f"{length} tokens {name}, memory")
-                cache = ChunkedPrefillCache(config=model.config)
-                options = {**cache_argument(model, cache), **last_logits_only(model)}
-                with prefill_mode(model, mode, strict=True):
-                    peak = peak_bytes(partial(model, input_ids=ids, **options))
-                row[f"{name}_peak_bytes"] = peak
-            states = [getattr(layer, "state", None) for layer in cache.layers]
-            row["kv_cache_bytes"] = _bytes(cache.layers, "keys", "values")
-            row["state_bytes"] = _bytes(states, "scores", "memory")
-            rows.append(row)
-    step("done")
-    return pd.DataFrame(rows)
-
-
-def _bytes(holders: Iterable[Any], *names: str) -> int:
-    """Add up the tensors of those names; not every layer of every model has them."""
-    tensors = [getattr(holder, name, None) for holder in holders for name in names]
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 JSON = ("compare", "ppl", "bench", "retrieve", "visualize", "info")
-FOLDER = ("bench", "ablate", "visualize")
+FOLDER = ("ablate", "visualize")
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,10 @@ FOLDER = ("bench", "ablate", "visualize")
     [
         *(("ppl", "--json", path) for path in (".", "text.txt/r.json")),
         *((command, "--json", "missing/r.json") for command in JSON),
-        *((command, "--plot", "missing/r.png") for command in ("ppl", "retrieve")),
         *((command, "--output", "text.txt/folder") for command in FOLDER),
         # A folder in the place of a result: its parent is the output.
         *(("ablate", "--output", f"perplexity_ablation.{x}/..") for x in ("csv", "png")),
         ("visualize", "--output", "errors.png/.."),
-        ("bench", "--output", "memory_profile.png/.."),
     ],
 )
 def test_what_cannot_be_written_is_found_before_the_work(

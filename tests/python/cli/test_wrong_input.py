@@ -11,7 +11,6 @@ WRONG = {
         ("--threads", "4294967297"): "Invalid value for '--threads'",
         ("--preset", "best"): "settings 'best': preset must be one of",
         ("--preset", "h2o,chunk_size=-16"): "chunk_size must be >= 1, got -16",
-        ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
         ("--no-such-option",): "--no-such-option",
         ("--device", "tpu"): "device must be cpu or cuda, or one GPU as cuda:1, got 'tpu'",
     },

@@ -70,12 +70,10 @@ def test_a_piece_that_fails_on_a_worker_does_not_stop_the_others(workers, model_
     results = dict(clusters.run_pieces(held, workers, _divide, 6, pieces))
     with pytest.raises(ZeroDivisionError):
         results["bad"]()
-    with pytest.warns(UserWarning, match="said by a worker"):
-        assert results["good"]() == 6
+    assert results["good"]() == 6
 
 
 def _divide(held, shared, piece):
-    clusters.warn("said by a worker")
     return shared // piece
 
 
@@ -94,13 +92,14 @@ def test_a_worker_with_another_model_or_version_is_refused(
     monkeypatch.setattr(clusters.h2o_prefill, "__version__", "0.0.0")
     with monkeypatch.context() as patch:
         # The worker has what this process has, so it is the request that differs.
-        digest = clusters.model_digest(model)
+        digest = clusters.fingerprint(model)
         patch.setattr(
             clusters, "_work", lambda *_: clusters._load(model_folder, "float32", "9.9", digest)
         )
         with pytest.raises(ValueError, match=r"must have h2o_prefill 9\.9, has 0\.0\.0"):
             run(workers)
-    model.model.norm.weight.data[0] += 1
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
     with pytest.raises(ValueError, match="must have the same model, has different weights from"):
         run(workers)
 

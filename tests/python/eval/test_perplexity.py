@@ -11,7 +11,6 @@ import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
 from h2o_prefill.eval.perplexity import perplexity_report
-from h2o_prefill.eval.plots import plot_perplexity
 from h2o_prefill.eval.report import format_json
 
 CONTEXT = 64
@@ -99,14 +98,3 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model):
     assert result.attention_flops_ratio == flops.ratio
     assert flops.ratio < count_attention_flops(window, config, 2, len(factors)).ratio
     assert _evaluate(tiny_model).widening is None
-
-
-def test_the_figure_shows_both_runs(tiny_model, tmp_path):
-    result = _evaluate(tiny_model, windows="1:3")
-    panels = plot_perplexity(result, tmp_path / "p.svg", "a title").axes
-    for axes, name, first in zip(panels, ("ppl_by_chunk", "ppl_by_window"), (0, 1), strict=True):
-        values = zip(getattr(result.dense, name), getattr(result.sparse, name), strict=True)
-        change = [100 * (sparse / dense - 1) for dense, sparse in values]
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx(change)
-        middle = axes.patches[0].get_x() + axes.patches[0].get_width() / 2
-        assert middle == pytest.approx(first)

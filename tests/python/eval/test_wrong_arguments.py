@@ -35,14 +35,7 @@ EVALUATIONS = {
     "patterns": (evaluation.visualize_attention_patterns, PROMPT),
     "compare": (h2o_prefill.compare, COMPARED),
     "throughput": (evaluation.benchmark_throughput, {**RUNS, "num_runs": 1}),
-    "memory": (evaluation.profile_memory, RUNS),
 }
-LENGTHS = [
-    ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),
-    ({"seq_lengths": [32, 0]}, "seq_lengths must be >= 1 and an int, got 0"),
-    ({"seq_lengths": [32, 513]}, "seq_lengths must be <= 512, the longest .* got 513"),
-]
-
 WRONG = {
     "perplexity": [
         ({"context": 31}, "context must be at least two chunks of 16 tokens.*got 31"),
@@ -69,7 +62,6 @@ WRONG = {
         ({"lengths": [200]}, "lengths must be >= 3.. for task 'single', .* got 200"),
         ({"depths": [50, 101]}, "depths must be percentages from 0 to 100, got .50, 101."),
         ({"prompts_per_cell": 0}, "prompts_per_cell must be >= 1 and an int, got 0"),
-        ({"question": "middle"}, r"question must be one of \('last', 'first'\), got 'middle'"),
         ({"haystack": TEXT.text[:60]}, "text must be longer for lengths of 480 tokens"),
         ({"variants": {"dense": CONFIG}}, "variants must not be named 'dense'"),
     ],
@@ -96,10 +88,11 @@ WRONG = {
         ({"config": "best"}, "preset must be one of"),
     ],
     "throughput": [
-        *LENGTHS,
+        ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),
+        ({"seq_lengths": [32, 0]}, "seq_lengths must be >= 1 and an int, got 0"),
+        ({"seq_lengths": [32, 513]}, "seq_lengths must be <= 512, the longest .* got 513"),
         ({"num_runs": True}, "num_runs must be >= 1 and an int, got True"),
     ],
-    "memory": LENGTHS,
 }
 
 
