@@ -98,7 +98,7 @@ class Programs:
     ) -> dict[str, Mode]:
         """Export a model with each of the settings; with 8 `bits`, with int8 weights as well."""
         modes: dict[str, Mode] = {}
-        formats = [("", self._bits), *([("int8", 8)] if 8 in bits else [])]
+        formats = [("", 16), *([("int8", 8)] if 8 in bits else [])]
         for weights, count in formats:
             kind = f"{weights} package".strip()
             dense = f"{OURS} exact, {kind}" if weights and "exact" in configs else self.dense

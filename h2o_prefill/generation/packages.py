@@ -50,7 +50,7 @@ def write_package(
     named = model if keeps_numbers(model, weights) else packed
     info = describe_package(named, config, capacity, weights, kv, text)
     on_stage("exporting the graph, and comparing its logits with the model's")
-    program = export_model(packed, info, text, model)
+    program = export_model(packed, info, text)
     on_stage("compiling, which takes minutes")
     tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():

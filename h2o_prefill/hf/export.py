@@ -140,16 +140,12 @@ def describe_package(
 
 
 def export_model(
-    model: PreTrainedModel,
-    info: PackageInfo,
-    token_text: Tensor | None = None,
-    original: PreTrainedModel | None = None,
+    model: PreTrainedModel, info: PackageInfo, token_text: Tensor | None = None
 ) -> torch.export.ExportedProgram:
     """Export a model for calls of any number of tokens; token_text as in `lexical_recall`.
 
-    Raises ValueError if the graph gives other logits than the original, by default the model
-    itself: one that has other state than keys and values, or changes attention in a way that the
-    operator does not.
+    Raises ValueError for a model whose graph gives other logits than it gives itself: one that has
+    other state than keys and values, or changes attention in a way that the operator does not.
     """
     AttentionInterface.register(_ATTENTION, attend_in_place)
     previous = model.config._attn_implementation
@@ -167,7 +163,7 @@ def export_model(
         raise ValueError(f"model cannot be exported: {str(error).splitlines()[0]}") from error
     finally:
         model.set_attn_implementation(previous)
-    _check_same_logits(original or model, program, info)
+    _check_same_logits(model, program, info)
     return program
 
 
