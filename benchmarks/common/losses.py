@@ -39,7 +39,8 @@ def measure_losses(
     """Go through modes, with the loss of each as fields of a row; those that are not known join.
 
     "format_percent" is that of a program's dense mode over the first mode: what the format of its
-    weights loses. A dense mode that does not tell probabilities has a loss of 0 by definition, and no perplexity.
+    weights loses. A dense mode that does not tell probabilities has a loss of 0 by definition, and
+    no perplexity.
     """
     selected, batches = select_windows(tokens, length, windows)
 
