@@ -66,8 +66,8 @@ def prefill(
     "exact" has every layer dense, by our dense kernel alone: how much of the factor is that kernel.
     "no_attention" runs everything but attention: the ceiling of what sparse attention can reach.
     Lengths go up until the next one would take longer than --seconds. --model gemma3-1b-layers,
-    gpt-oss-20b-layers, qwen2.5-1.5b-layers and llama3-8b-layers are a few layers of these, with
-    random weights.
+    gpt-oss-20b-layers, qwen2.5-1.5b-layers, llama3.2-1b-layers, llama3.2-3b-layers and
+    llama3-8b-layers are a few layers of these, with random weights.
     """
     from common.random_models import RANDOM_MODELS, random_model
     from common.variants import prefill_variants

@@ -27,7 +27,7 @@ app = new_app()
 
 LENGTHS = ((4096, 8000), (200,))
 STEPS = 16
-PEERS = ("openvino", "llama.cpp", "flex", "zentorch", "vllm")
+PEERS = ("openvino", "llama.cpp", "flex", "executorch", "zentorch", "vllm")
 
 
 def _option(name: str, text: str) -> Any:
@@ -63,7 +63,7 @@ def peers(
     ] = True,
     others: Annotated[
         str, _option("peers", f"Of {', '.join(PEERS)}, with commas; none if empty.")
-    ] = ",".join(PEERS[:3]),
+    ] = ",".join(PEERS[:4]),
     bits: Annotated[
         str, _option("bits", "Bits of the weights of peers, and 8 of packages.")
     ] = "16,8,4",
@@ -104,6 +104,7 @@ def peers(
         "openvino": lambda: programs.openvino(network, tokenizer, widths),
         "llama.cpp": lambda: programs.llama_cpp(Path(source), widths),
         "flex": programs.flex,
+        "executorch": lambda: programs.executorch(network, tokenizer, widths),
         "zentorch": programs.zentorch,
         "vllm": lambda: programs.vllm(network, tokenizer, vllm),
     }

@@ -167,6 +167,23 @@ def draw_peers(report: Row, path: Path) -> Path:
     return _save(figure, path, finding, report, measured)
 
 
+def draw_peers_memory(report: Row, path: Path) -> Path:
+    """Draw the seconds of the shortest prompt and the most memory of each program's process."""
+    rows = [row for row in report["results"] if "peak_megabytes" in row]
+    figure, (axes,) = new_figure(9.6, 5.4)
+    for row in rows:
+        point, color = (row["seconds"], row["peak_megabytes"]), PROGRAMS.get(row["program"], OTHER)
+        axes.plot(*point, "o", color=color["color"])
+        axes.annotate(row["variant"], point, (4, 4), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="prefill (s), less is better", ylabel="most memory of the process (MB)")
+    axes.set(xlim=(0, 1.25 * max(row["seconds"] for row in rows)), ylim=(0, None))
+    open_axes(axes)
+    least = min(rows, key=lambda row: row["peak_megabytes"])
+    finding = f"{least['length']:,} tokens: {least['variant']} needs the least memory, "
+    finding += f"{least['peak_megabytes']:,.0f} MB"
+    return _save(figure, path, finding, report)
+
+
 def _lost(row: Row) -> str:
     if not row.get("kl_estimate"):
         return "dense"
@@ -219,6 +236,7 @@ PICTURES = {
     "memory_profile.png": (("allocations",), draw_memory),
     "linear.png": (("linear",), draw_linear),
     "peers.png": (("peers",), draw_peers),
+    "peers_memory.png": (("peers",), draw_peers_memory),
     "scale.png": (("simulate",), draw_scale),
 }
 

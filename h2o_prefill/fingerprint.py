@@ -29,7 +29,8 @@ def fingerprint(model: Any, tokenizer: str = "", dtype: str = "") -> str:
 
     config: digest of the text decoder's config, without what changes no result (`_NO_PART` and
     names that begin with "_"), as JSON. weights: of the name, dtype, shape and numbers of each
-    parameter and saved buffer, in the order of their names, without adapters (PEFT). adapters:
+    parameter and saved buffer, in the order of their names, without adapters (PEFT); 16 bits count
+    as the same numbers in float32. adapters:
     names and weights of the active ones that are not merged. tokenizer: as given, `digest` of the
     text of the tokens that recall compares. dtype: of keys and values, by default the model's.
 
@@ -61,9 +62,11 @@ def digest(*parts: str | Tensor | None) -> str:
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
-            sha.update(f"{part.dtype} {list(part.shape)} ".encode())
             part = part.detach().dequantize() if part.is_quantized else part.detach()
-            sha.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            dtype = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
+            sha.update(f"{dtype} {list(part.shape)} ".encode())
+            for piece in part.cpu().reshape(-1).split(1 << 22):
+                sha.update(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
         else:
             sha.update(f"{part} ".encode())
     return sha.hexdigest()[:16]

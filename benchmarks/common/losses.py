@@ -25,6 +25,7 @@ _FIELDS = (
     "stderr_percent",
     "kl_estimate",
     "scored_tokens",
+    "format_percent",
 )
 _FACTS = ("model", "text", "dtype")
 
@@ -37,7 +38,9 @@ def measure_losses(
 ) -> Iterator[tuple[str, Row]]:
     """Go through modes, with the loss of each as fields of a row; those that are not known join.
 
-    A dense mode that does not tell probabilities has a loss of 0 by definition, and no perplexity.
+    "format_percent" is that of a program's dense mode over the first mode: what the format of its
+    weights loses. A dense mode that does not tell probabilities has a loss of 0 by definition, and
+    no perplexity.
     """
     selected, batches = select_windows(tokens, length, windows)
 
@@ -58,10 +61,11 @@ def measure_losses(
     for name, mode in modes.items():
         row = known.get((length, name), {})
         if row.get("windows") != list(selected):
-            known[length, name] = {
-                "windows": list(selected),
-                **_loss(nll(mode.dense), nll(name)),
-            }
+            dense = nll(mode.dense)
+            known[length, name] = {"windows": list(selected), **_loss(dense, nll(name))}
+            if dense is not None:
+                first: Any = nll(next(iter(modes)))
+                known[length, name]["format_percent"] = relative_difference(first, dense)[0]
         yield name, known[length, name]
 
 

@@ -98,7 +98,7 @@ class Programs:
     ) -> dict[str, Mode]:
         """Export a model with each of the settings; with 8 `bits`, with int8 weights as well."""
         modes: dict[str, Mode] = {}
-        formats = [("", self._bits), *([("int8", 8)] if 8 in bits else [])]
+        formats = [("", 16), *([("int8", 8)] if 8 in bits else [])]
         for weights, count in formats:
             kind = f"{weights} package".strip()
             dense = f"{OURS} exact, {kind}" if weights and "exact" in configs else self.dense
@@ -166,6 +166,31 @@ class Programs:
                 for fields in _LLAMA_CPP_GRID
             ]
             yield modes[0].dense, replace(min(modes, key=_seconds), decodes=True)
+
+    def executorch(
+        self, model: Any, tokenizer: Any, bits: Sequence[int]
+    ) -> Iterator[tuple[str, Mode]]:
+        """Go through ExecuTorch's formats for XNNPACK: float32, and integers of 8 and 4 bits."""
+        python = self._environment("executorch", "executorch", "optimum-executorch")
+        formats = {32: [], 8: ["--qlinear", "8da8w", "--qembedding", "8w"]}
+        formats[4] = ["--qlinear", "8da4w", "--qembedding", "8w"]
+        for count in [32, *(x for x in bits if x in (8, 4))]:
+            target = self._formats / f"executorch_{count}"
+            if not target.exists():
+                source = self._pretrained(model, tokenizer)
+                task = ["--task", "text-generation", "--recipe", "xnnpack", "--use_custom_sdpa"]
+                task += ["--dtype", "float32"]
+                task += ["--use_custom_kv_cache", "--max_seq_len", self._longest, *formats[count]]
+                scratch = target.with_suffix(".part")
+                tool = python.with_name("optimum-cli")
+                command = [*task, "--model", source, "--output_dir", scratch]
+                _run(tool, "export", "executorch", *command)
+                scratch.rename(target)
+            shared = {"file": str(target / "model.pte"), "threads": self._threads}
+            name, loader = f"executorch {count} bits", "common.peers:ExecuTorch"
+            # Larger batches were no faster, and have larger logits.
+            mode = Mode("executorch", count, name, loader, shared | {"batch": 128}, python)
+            yield name, replace(mode, decodes=True)
 
     def vllm(self, model: Any, tokenizer: Any, python: Path) -> dict[str, Mode]:
         """Return vLLM's CPU build, in an environment that has it."""

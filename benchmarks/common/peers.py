@@ -178,6 +178,53 @@ class LlamaCppFormats:
             raise ValueError(f"llama.cpp could not write {file}")
 
 
+class ExecuTorch:
+    """ExecuTorch with XNNPACK, whose prefill is dense and computes the logits of all rows."""
+
+    def __init__(self, file: str, threads: int, batch: int) -> None:
+        """Take `batch` tokens at a time."""
+        from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
+        from executorch.extension.pybindings import portable_lib as runtime
+
+        runtime._unsafe_reset_threadpool(threads)
+        self._model = runtime._load_for_executorch(file)
+        self._batch, self._tokens, self._next, self._steps = batch, 0, 0, 0
+
+    def prefill(self, prompt: Ids) -> None:
+        """Compute the first token after a prompt."""
+        for begin in range(0, len(prompt), self._batch):
+            last = self._forward(prompt[begin : begin + self._batch], begin)[-1]
+        self._next = int(last.argmax())
+
+    def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
+        """Score the prompts' own tokens."""
+        scores = np.zeros((len(prompts), end + 1), dtype=np.float32)
+        for row, ids in zip(scores, prompts, strict=True):
+            for first in range(0, end, self._batch):
+                piece = slice(first, min(first + self._batch, end))
+                logits = self._forward(ids[piece], first).double()
+                targets = logits[range(len(logits)), ids[piece.start + 1 : piece.stop + 1]]
+                row[piece] = (logits.logsumexp(1) - targets).numpy()
+        return scores[:, begin:end]
+
+    def start(self, prompt: Ids, steps: int) -> None:
+        """Prefill the prompt after which so many tokens are decoded."""
+        self.prefill(prompt)
+        self._tokens, self._steps = len(prompt), steps
+
+    def decode(self) -> None:
+        """Decode in place of what the last call decoded."""
+        token = self._next
+        for step in range(self._steps):
+            token = int(self._forward([token], self._tokens + step)[-1].argmax())
+
+    def _forward(self, ids: Ids, begin: int) -> Any:
+        import torch
+
+        positions = torch.arange(begin, begin + len(ids))
+        return self._model.forward((torch.tensor([ids]), positions))[0][0]
+
+
 class Vllm:
     """vLLM's CPU build, whose prefill is dense."""
 

@@ -40,6 +40,20 @@ _QWEN2_5_1_5B = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
 }
+_LLAMA3_2_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+}
+_LLAMA3_2_3B = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+}
 _LLAMA3_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -51,6 +65,8 @@ RANDOM_MODELS = {
     "gemma3-1b-layers": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA3_1B),
     "gpt-oss-20b-layers": ("GptOssConfig", "GptOssForCausalLM", _GPT_OSS_20B),
     "qwen2.5-1.5b-layers": ("Qwen2Config", "Qwen2ForCausalLM", _QWEN2_5_1_5B),
+    "llama3.2-1b-layers": ("LlamaConfig", "LlamaForCausalLM", _LLAMA3_2_1B),
+    "llama3.2-3b-layers": ("LlamaConfig", "LlamaForCausalLM", _LLAMA3_2_3B),
     "llama3-8b-layers": ("LlamaConfig", "LlamaForCausalLM", _LLAMA3_8B),
 }
 

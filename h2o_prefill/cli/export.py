@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from h2o_prefill.cli import console, options, outputs
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
@@ -42,9 +44,21 @@ def export(
 
     outputs.check_output_folder(output, (WEIGHTS,))
     config = options.find_settings(preset)
-    network, tokenizer = model.load()
-    with Console(stderr=True).status("compiling, which takes minutes"):
-        info = write_package(network, tokenizer, config, capacity, output, weights or "", kv or "")
+    dtype = getattr(torch, model.dtype)
+    # Weights in 16 bits are packed as they are.
+    network, tokenizer = model.load("auto" if dtype == torch.float32 else model.dtype)
+    formats = weights or "", kv or "", dtype
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=3, completed=-1)
+        info = write_package(
+            network,
+            tokenizer,
+            config,
+            capacity,
+            output,
+            *formats,
+            on_stage=lambda stage: progress.update(task, description=stage, advance=1),
+        )
     console.stderr.print(
         f"wrote {output}: weights {info.weights_bytes / 1e6:.0f} MB, "
         f"and {info.bytes_per_token / 1e3:.1f} MB for 1,000 tokens"

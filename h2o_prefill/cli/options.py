@@ -104,11 +104,12 @@ class CpuModelOptions:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self, dtype: str = "") -> tuple[Any, Any]:
         """Set the number of threads; load the model and its tokenizer while stderr says so."""
         self.use_threads()
+        device = getattr(self, "device", "cpu")
         with Console(stderr=True).status(f"loading {self.model}"):
-            return generation.load_model(self.model, self.dtype, getattr(self, "device", "cpu"))
+            return generation.load_model(self.model, dtype or self.dtype, device)
 
 
 @dataclass(frozen=True)

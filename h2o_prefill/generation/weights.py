@@ -13,16 +13,13 @@ from h2o_prefill import ops
 
 
 class Packed(nn.Module):
-    """A matrix [outputs, inputs] as `ops.pack_linear` packs it."""
+    """A matrix [outputs, inputs] as `ops.pack_linear` packs it, for arithmetic in a dtype."""
 
-    packed: Tensor
-    scales: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, packed: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, layer: Any, dtype: torch.dtype, packed: list[nn.Parameter]) -> None:
         super().__init__()
-        self.outputs, self.dtype, self.bias = weight.shape[0], weight.dtype, bias
-        for name, tensor in zip(("packed", "scales"), packed, strict=True):
-            self.register_buffer(name, tensor)
+        self.outputs, self.dtype = layer.weight.shape[0], dtype
+        self.bias = getattr(layer, "bias", None)
+        self.packed, self.scales = packed
 
 
 class PackedLinear(Packed):
@@ -36,8 +33,6 @@ class PackedLinear(Packed):
 class PackedEmbedding(Packed):
     """An embedding."""
 
-    bias: None
-
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the rows of token ids, [..., inputs]."""
         rows = ops.packed_embedding(token_ids, self.packed, self.scales, self.outputs)
@@ -49,12 +44,15 @@ def keeps_numbers(model: PreTrainedModel, weights: str) -> bool:
     if weights == "int8":
         return False
     dtype = getattr(torch, weights)
-    matrices = (x for x in model.parameters() if x.dim() == 2)
+    matrices = (x for x in model.parameters() if x.dim() == 2 and x.dtype != dtype)
     return all(torch.equal(x.to(dtype).to(x.dtype), x) for x in matrices)
 
 
-def with_packed_weights(model: PreTrainedModel, weights: str) -> PreTrainedModel:
-    """Return a model with the linear layers and the embeddings in a format; the rest is shared."""
+def with_packed_weights(model: PreTrainedModel, weights: str, dtype: torch.dtype) -> Any:
+    """Return a model for arithmetic in a dtype, with linear layers and embeddings in a format.
+
+    The model stays as it is; what is the same in both is shared.
+    """
     shared = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     done: dict[int, Any] = {}  # of tied weights
@@ -62,10 +60,17 @@ def with_packed_weights(model: PreTrainedModel, weights: str) -> PreTrainedModel
         for name, layer in parent.named_children():
             # Subclasses may do more than multiply.
             kind = {nn.Linear: PackedLinear, nn.Embedding: PackedEmbedding}.get(type(layer))
-            if kind is None:
+            if kind is None or weights == "float32":
                 continue
             weight: Any = layer.weight
             if id(weight) not in done:
-                done[id(weight)] = ops.pack_linear(weight.detach(), weights)
-            setattr(parent, name, kind(weight, getattr(layer, "bias", None), done[id(weight)]))
+                # Parameters, for Inductor copies buffers.
+                packed = ops.pack_linear(weight.detach(), weights)
+                done[id(weight)] = [nn.Parameter(x, requires_grad=False) for x in packed]
+            setattr(parent, name, kind(layer, dtype, done[id(weight)]))
+    for layer in twin.modules():
+        for name, x in layer.named_parameters(recurse=False):
+            if x.is_floating_point() and name not in ("packed", "scales"):
+                done.setdefault(id(x), nn.Parameter(x.to(dtype), requires_grad=False))
+                setattr(layer, name, done[id(x)])
     return twin

@@ -113,8 +113,8 @@ def test_packed_weights(build, prompt, weights):
     model = build("qwen2", tie_word_embeddings=True)  # its projections have biases
     expected = model(prompt).logits[0]
     assert not keeps_numbers(model, weights)
-    light = with_packed_weights(model, weights)
-    assert not any(x.dim() == 2 for x in light.parameters())
+    light = with_packed_weights(model, weights, torch.float32)
+    assert not any(x.dim() == 2 and x.dtype == torch.float32 for x in light.parameters())
     embedding, head = light.get_input_embeddings(), light.get_output_embeddings()
     assert embedding.packed is head.packed
     assert torch.equal(model(prompt).logits[0], expected)
@@ -135,3 +135,13 @@ def test_packed_weights(build, prompt, weights):
         expected = rounded(prompt).logits[0, -1:]
     ours = export_model(light, info).module()(prompt, torch.tensor([prompt.shape[1] - 1]), *state)
     assert_close(ours, expected, 1e-2)
+
+
+def test_weights_in_16_bits_are_packed_as_they_are(build, prompt):
+    model = build("qwen2", tie_word_embeddings=True).to(torch.bfloat16)
+    wide = copy.deepcopy(model).float()
+    ours, theirs = (with_packed_weights(x, "bfloat16", torch.float32) for x in (model, wide))
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(ours(prompt).logits, theirs(prompt).logits)
+    one, other = (describe_package(x, CONFIG, 128, kv="float16") for x in (model, wide))
+    assert one.model_hash == other.model_hash
