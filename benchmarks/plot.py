@@ -171,12 +171,18 @@ def draw_peers_memory(report: Row, path: Path) -> Path:
     """Draw the seconds of the shortest prompt and the most memory of each program's process."""
     rows = [row for row in report["results"] if "peak_megabytes" in row]
     figure, (axes,) = new_figure(9.6, 5.4)
-    for row in rows:
+    right = 1.1 * max(row["seconds"] for row in rows)
+    top = 1.05 * max(row["peak_megabytes"] for row in rows)
+    # Names in a column, none over another.
+    height = 0.0
+    for row in sorted(rows, key=lambda row: row["peak_megabytes"]):
         point, color = (row["seconds"], row["peak_megabytes"]), PROGRAMS.get(row["program"], OTHER)
+        height = max(height + top / 32, row["peak_megabytes"])
         axes.plot(*point, "o", color=color["color"])
-        axes.annotate(row["variant"], point, (4, 4), textcoords="offset points", fontsize=7)
+        line = {"arrowstyle": "-", "color": "0.8"}
+        axes.annotate(row["variant"], point, (right, height), arrowprops=line, va="center")
     axes.set(xlabel="prefill (s), less is better", ylabel="most memory of the process (MB)")
-    axes.set(xlim=(0, 1.25 * max(row["seconds"] for row in rows)), ylim=(0, None))
+    axes.set(xlim=(0, 1.5 * right), ylim=(0, max(top, height)))
     open_axes(axes)
     least = min(rows, key=lambda row: row["peak_megabytes"])
     finding = f"{least['length']:,} tokens: {least['variant']} needs the least memory, "
