@@ -31,6 +31,11 @@ def export(
     kv: Literal["float32", "bfloat16", "float16"] | None = typer.Option(
         None, help="Data type of keys and values.", show_default="--dtype in 16 bits"
     ),
+    machine: str = typer.Option(
+        "",
+        help="Architecture of the CPU to export for, as aarch64; another one needs its compiler.",
+        show_default="this machine's",
+    ),
 ) -> None:
     """Write a whole model as a package that runs without Python.
 
@@ -44,7 +49,8 @@ def export(
     config = options.find_settings(preset)
     network, tokenizer = model.load()
     with Console(stderr=True).status("compiling, which takes minutes"):
-        info = write_package(network, tokenizer, config, capacity, output, weights or "", kv or "")
+        types = weights or "", kv or "", machine
+        info = write_package(network, tokenizer, config, capacity, output, *types)
     console.stderr.print(
         f"wrote {output}: weights {info.weights_bytes / 1e6:.0f} MB, "
         f"and {info.bytes_per_token / 1e3:.1f} MB for 1,000 tokens"

@@ -24,14 +24,16 @@ def write_package(
     path: Path,
     weights: str = "",
     kv: str = "",
+    machine: str = "",
 ) -> PackageInfo:
     """Write a model and its tokenizer as a package, a folder; return its metadata.
 
     `weights` is the format of linear layers and embeddings, "float32", "bfloat16", "float16" or
     "int8". It is by default the model's 16 bits; for a float32 model bfloat16 if its weights are
     numbers of it, else float16. `kv` is the dtype of keys and values, by default the model's 16
-    bits, else float16. The model stays as it is. The tokenizer is written for C++ too if
-    openvino_tokenizers is installed.
+    bits, else float16. `machine` is the architecture of the CPU, by default of this one; another
+    one, as "aarch64", needs its compiler, aarch64-linux-gnu-g++. The model stays as it is. The
+    tokenizer is written for C++ too if openvino_tokenizers is installed.
     """
     path, dtype = path.expanduser(), str(model.dtype).removeprefix("torch.")
     if dtype == "float32":
@@ -42,7 +44,7 @@ def write_package(
     packed = model if weights == "float32" else with_packed_weights(model, weights)
     # Sessions are of the weights that a package computes with.
     named = model if keeps_numbers(model, weights) else packed
-    info = describe_package(named, config, capacity, weights, kv, text)
+    info = describe_package(named, config, capacity, weights, kv, text, machine)
     program = export_model(packed, info, text)
     tokenizer.save_pretrained(path / TOKENIZER)
     if has_cpp_tokenizers():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import shutil
+import subprocess
 import tempfile
 import zipfile
 import zlib
@@ -91,12 +94,17 @@ def describe_package(
     weights: str = "",
     kv: str = "",
     token_text: Tensor | None = None,
+    machine: str = "",
 ) -> PackageInfo:
     """Return what the package of a model will hold; ValueError if it cannot be exported.
 
     `weights` is the format of the weights, `kv` the dtype of keys and values, by default the
-    model's; token_text as in `lexical_recall`.
+    model's; token_text as in `lexical_recall`; `machine` as in `write_package`.
     """
+    here = platform.machine()
+    machine = machine or here
+    if machine != here and not shutil.which(_compiler_for(machine)):
+        raise ValueError(f"machine {machine} needs the compiler {_compiler_for(machine)}")
     hf_config: Any = model.config.get_text_config(decoder=True)
     longest = hf_config.max_position_embeddings
     if not 2 <= capacity <= longest:
@@ -134,8 +142,8 @@ def describe_package(
         transformers=transformers.__version__,
         model_hash=fingerprint(model, text, kv),
         weights=weights or dtype,
-        machine=platform.machine(),
-        cpu_features=str(pick_vec_isa()).upper(),
+        machine=machine,
+        cpu_features=str(pick_vec_isa()).upper() if machine == here else "",
     )
 
 
@@ -189,6 +197,30 @@ def _check_same_logits(
             begin += len(rows)
 
 
+def _compiler_for(machine: str) -> str:
+    return f"{machine}-linux-gnu-g++"
+
+
+def _cross_compile(folder: Path, machine: str) -> Path:
+    """Compile the source that Inductor wrote for another machine; return the library."""
+    (source,) = folder.rglob("*.wrapper.cpp")
+    flags = json.loads(source.with_name(f"{source.stem}_compile_flags.json").read_text())
+    # Inductor compiles for this CPU, and leaves vectors to its own code, which has none here.
+    native = "march=native", "fno-tree-loop-vectorize", "c"
+    options = [f"-{flag}" for flag in flags["cflags"] if flag not in native]
+    options += [f"-D{name.strip()}" for name in flags["definitions"]]
+    options += [f"-I{path}" for path in flags["include_dirs"]]
+    # In the place of PyTorch's library for that machine, which the code names and loads there.
+    torch_cpu, compiler = folder / "libtorch_cpu.so", _compiler_for(machine)
+    named = "-xc", "/dev/null", "-shared", "-Wl,-soname,libtorch_cpu.so", "-o", torch_cpu
+    linked = "-shared", "-Wl,--no-as-needed", torch_cpu
+    no_constants = "-Wl,--defsym=_binary_constants_bin_start=0"
+    library = source.with_suffix(".so")
+    subprocess.run([compiler, *named], check=True)
+    subprocess.run([compiler, *options, source, *linked, no_constants, "-o", library], check=True)
+    return library
+
+
 def compile_package(
     program: torch.export.ExportedProgram, info: PackageInfo, folder: Path
 ) -> PackageInfo:
@@ -196,19 +228,26 @@ def compile_package(
 
     Returns the metadata, with what only the files tell.
     """
-    options = {
+    options: dict[str, Any] = {
         "aot_inductor.package_constants_in_so": False,
         # Else the code runs with as many threads as there are here.
         "cpp.dynamic_threads": True,
     }
+    is_foreign = info.machine != platform.machine()
+    if is_foreign:
+        options |= {"aot_inductor.package_cpp_only": True, "cpp.simdlen": 1}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, torch.no_grad():
         archive = torch._inductor.aoti_compile_and_package(
             program, package_path=f"{scratch}/code.pt2", inductor_configs=options
         )
         with zipfile.ZipFile(archive) as files:
-            (library,) = (name for name in files.namelist() if name.endswith(".so"))
-            code = {".so": files.read(library), ".json": files.read(library[:-2] + "json")}
+            files.extractall(scratch)
+        if is_foreign:
+            library = _cross_compile(Path(scratch), info.machine)
+        else:
+            (library,) = Path(scratch).rglob("*.so")
+        code = {suffix: library.with_suffix(suffix).read_bytes() for suffix in (".so", ".json")}
     # Nothing of libtorch.so is called, which in wheels for CUDA loads CUDA's libraries.
     code[".so"] = code[".so"].replace(b"\0libtorch.so\0", b"\0libc10.so\0\0\0")
     crc = str(zlib.crc32(code[".json"], zlib.crc32(code[".so"])))
