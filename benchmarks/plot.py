@@ -179,7 +179,7 @@ def draw_peers_memory(report: Row, path: Path) -> Path:
         point, color = (row["seconds"], row["peak_megabytes"]), PROGRAMS.get(row["program"], OTHER)
         height = max(height + top / 32, row["peak_megabytes"])
         axes.plot(*point, "o", color=color["color"])
-        line = {"arrowstyle": "-", "color": "0.8"}
+        line = {"arrowstyle": "-", "color": "0.8", "relpos": (0, 0.5)}
         axes.annotate(row["variant"], point, (right, height), arrowprops=line, va="center")
     axes.set(xlabel="prefill (s), less is better", ylabel="most memory of the process (MB)")
     axes.set(xlim=(0, 1.5 * right), ylim=(0, max(top, height)))

@@ -23,6 +23,6 @@ def isa_if_set_to(name: str) -> str:
 
 
 default = isa_if_set_to("")
-for name in ("scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon"):
+for name in ("scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"):
     if isa_if_set_to(name) not in ("", default):
         print(name)

@@ -58,7 +58,7 @@ void check_machine(const Metadata& metadata) {
   const std::string& machine = text_of(metadata, "machine");
   TORCH_CHECK_VALUE(machine == system.machine, "the package is for ", machine,
                     " machines, and this is a ", system.machine,
-                    ": export the model on a machine like this one");
+                    ": export the model with --machine ", system.machine);
   // Inductor's name of no instruction set is there too.
   const std::string had = " INVALID_VEC_ISA " + cpu_features() + " ";
   std::istringstream names(text_of(metadata, "cpu_features"));

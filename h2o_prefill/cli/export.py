@@ -33,6 +33,11 @@ def export(
     kv: Literal["float32", "bfloat16", "float16"] | None = typer.Option(
         None, help="Data type of keys and values.", show_default="--dtype in 16 bits"
     ),
+    machine: str = typer.Option(
+        "",
+        help="Architecture of the CPU to export for, as aarch64; another one needs its compiler.",
+        show_default="this machine's",
+    ),
 ) -> None:
     """Write a whole model as a package that runs without Python.
 
@@ -47,7 +52,7 @@ def export(
     dtype = getattr(torch, model.dtype)
     # Weights in 16 bits are packed as they are.
     network, tokenizer = model.load("auto" if dtype == torch.float32 else model.dtype)
-    formats = weights or "", kv or "", dtype
+    formats = weights or "", kv or "", dtype, machine
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=3, completed=-1)
         info = write_package(

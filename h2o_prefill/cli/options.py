@@ -68,7 +68,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _dtype_of_cpu(name: str) -> str:
     if name != "auto":
         return name
-    multiplies = torch.ops.h2o_prefill.cpu_isa() in ("amx", "avx512_bf16")
+    multiplies = torch.ops.h2o_prefill.cpu_isa() in ("amx", "avx512_bf16", "neon_bf16")
     return "bfloat16" if multiplies else "float32"
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.generation.compilation import check_compiler, compile_package
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.generation.weights import keeps_numbers, with_packed_weights
 from h2o_prefill.hf.export import describe_package, export_model
-from h2o_prefill.package import NAME, TOKENIZER, VERSION, WEIGHTS, PackageInfo, PrefillPackage
+from h2o_prefill.package import TOKENIZER, PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import text_for
 
 
@@ -32,6 +28,7 @@ def write_package(
     weights: str = "",
     kv: str = "",
     dtype: torch.dtype | None = None,
+    machine: str = "",
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> PackageInfo:
     """Write a model and its tokenizer as a package, a folder; return its metadata.
@@ -40,9 +37,11 @@ def write_package(
     and embeddings, "float32", "bfloat16", "float16" or "int8". It is by default the model's 16
     bits; for a float32 model bfloat16 if its weights are numbers of it, else float16. `kv` is the
     dtype of keys and values, by default that of arithmetic in 16 bits, else float16. The model
-    stays as it is. The tokenizer is written for C++ too if openvino_tokenizers is installed.
-    `on_stage` is called with what begins.
+    stays as it is. `machine` is the architecture of the CPU, by default of this one; another one,
+    as "aarch64", needs its compiler, aarch64-linux-gnu-g++. The tokenizer is written for C++ too if
+    openvino_tokenizers is installed. `on_stage` is called with what begins.
     """
+    check_compiler(machine)
     path, dtype = path.expanduser(), dtype or model.dtype
     if not weights:
         formats = [x for x in ("bfloat16", "float16") if keeps_numbers(model, x)]
@@ -53,7 +52,7 @@ def write_package(
     packed = with_packed_weights(model, weights, dtype)
     # Sessions are of the weights that a package computes with.
     named = model if keeps_numbers(model, weights) else packed
-    info = describe_package(named, config, capacity, weights, kv, text)
+    info = describe_package(named, config, capacity, weights, kv, text, machine)
     on_stage("exporting the graph, and comparing its logits with the model's")
     program = export_model(packed, info, text)
     on_stage("compiling, which takes minutes")
@@ -63,40 +62,7 @@ def write_package(
             write_cpp_tokenizer(tokenizer, path / TOKENIZER)
         except NotImplementedError as error:
             warn(f"no tokenizer for C++ was written: {error}")
-    return _compile(program, info, path)
-
-
-def _compile(program: torch.export.ExportedProgram, info: PackageInfo, folder: Path) -> PackageInfo:
-    """Compile what `export_model` returned into a package; one that is there is replaced."""
-    options = {
-        "aot_inductor.package_constants_in_so": False,
-        # Else the code runs with as many threads as there are here.
-        "cpp.dynamic_threads": True,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, torch.no_grad():
-        archive = torch._inductor.aoti_compile_and_package(
-            program, package_path=f"{scratch}/code.pt2", inductor_configs=options
-        )
-        with zipfile.ZipFile(archive) as files:
-            (library,) = (name for name in files.namelist() if name.endswith(".so"))
-            code = {".so": files.read(library), ".json": files.read(library[:-2] + "json")}
-    # Nothing of libtorch.so is called, which in wheels for CUDA loads CUDA's libraries.
-    code[".so"] = code[".so"].replace(b"\0libtorch.so\0", b"\0libc10.so\0\0\0")
-    crc = str(zlib.crc32(code[".json"], zlib.crc32(code[".so"])))
-    for suffix, content in code.items():
-        with replaced_file(folder / f"code-{crc}{suffix}") as path:
-            path.write_bytes(content)
-    constants: Any = {**program.state_dict, **program.constants}
-    weights = {name: tensor.detach() for name, tensor in constants.items()}
-    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in weights.values()}
-    info = replace(info, weights_bytes=sum(storages.values()), code=crc)
-    with replaced_file(folder / WEIGHTS) as path:
-        torch.save((NAME, VERSION, info.to_metadata(), weights), path)
-    for path in folder.glob("code-*"):
-        if path.stem != f"code-{crc}":
-            path.unlink()
-    return info
+    return compile_package(program, info, path)
 
 
 def _name(dtype: torch.dtype) -> str:

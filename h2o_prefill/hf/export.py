@@ -85,12 +85,15 @@ def describe_package(
     weights: str = "",
     kv: str = "",
     token_text: Tensor | None = None,
+    machine: str = "",
 ) -> PackageInfo:
     """Return what the package of a model will hold; ValueError if it cannot be exported.
 
     `weights` is the format of the weights, `kv` the dtype of keys and values, by default the
-    model's; token_text as in `lexical_recall`.
+    model's; token_text as in `lexical_recall`; `machine` as in `write_package`.
     """
+    here = platform.machine()
+    machine = machine or here
     hf_config: Any = model.config.get_text_config(decoder=True)
     longest = hf_config.max_position_embeddings
     if not 2 <= capacity <= longest:
@@ -124,8 +127,8 @@ def describe_package(
         transformers=transformers.__version__,
         model_hash=fingerprint(model, text, kv),
         weights=weights or dtype,
-        machine=platform.machine(),
-        cpu_features=str(pick_vec_isa()).upper(),
+        machine=machine,
+        cpu_features=str(pick_vec_isa()).upper() if machine == here else "",
     )
 
 

@@ -13,12 +13,6 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-#ifdef __AVX512BF16__
-constexpr bool kBFloat16Products = true;
-#else
-constexpr bool kBFloat16Products = false;
-#endif
-
 H2O_INLINE int64_t word_pair_stride(int64_t count) { return pad_to(count, kPanel) / 2 + kRowGap; }
 
 // c[rows, kPanel] (+)= a b, for one panel of b.

@@ -33,7 +33,7 @@ constexpr bool has_fast_bfloat16_products(const CpuModel& cpu) {
   return cpu.vendor == "AuthenticAMD" && cpu.family >= kZen4;
 }
 
-// The CPU of this process: vendor and family from CPUID. False where there is no CPUID.
+// The CPU of this process: vendor and family from CPUID. On Arm the feature bit decides.
 inline bool cpu_has_fast_bfloat16_products() {
 #ifdef __x86_64__
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -48,7 +48,7 @@ inline bool cpu_has_fast_bfloat16_products() {
       {.vendor = {vendor, sizeof(vendor)},
        .family = static_cast<int>(family == 0xF ? family + extended : family)});
 #else
-  return false;
+  return true;
 #endif
 }
 
@@ -65,6 +65,8 @@ inline bool cpu_has(std::string_view isa) {
   if (isa == "avx2") return avx2;
   if (isa == "avx512") return avx512;
   if (isa == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+  if (isa == "neon_bf16") return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
 #endif
   return isa == "scalar" || isa == "neon";  // the compiler's baseline
 }

@@ -21,6 +21,7 @@ H2O_DECLARE_ISA(avx512)
 H2O_DECLARE_ISA(avx512_bf16)
 #elif defined(__aarch64__)
 H2O_DECLARE_ISA(neon)
+H2O_DECLARE_ISA(neon_bf16)
 #else
 H2O_DECLARE_ISA(scalar)
 #endif
@@ -37,7 +38,7 @@ std::vector<CpuKernels> all_kernels() {
   return {amx, avx512_bf16::kCpuKernels, avx512::kCpuKernels, avx2::kCpuKernels,
           scalar::kCpuKernels};
 #elif defined(__aarch64__)
-  return {neon::kCpuKernels};
+  return {neon_bf16::kCpuKernels, neon::kCpuKernels};
 #else
   return {scalar::kCpuKernels};
 #endif

@@ -29,7 +29,8 @@ struct Float32Products {
   }
 };
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kBFloat16Products = true;
 
 // Products of bfloat16 are exact in float32; subnormal numbers count as zero.
 struct BFloat16Products {
@@ -39,14 +40,25 @@ struct BFloat16Products {
   static constexpr int kExp2Degree = 4;
 
   static H2O_INLINE Vec multiply_add(Vec a, Vec b, Vec acc) {
+#ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+    return vbfdotq_f32(acc, reinterpret_cast<bfloat16x8_t>(a), reinterpret_cast<bfloat16x8_t>(b));
+#endif
   }
 
   static H2O_INLINE void store_words(float* words, const Vec (&p)[2]) {
+#ifdef __AVX512BF16__
     store(words, reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(p[1], p[0])));
+#else
+    store(words, reinterpret_cast<Vec>(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(p[0]), p[1])));
+#endif
   }
 };
 
+#else
+constexpr bool kBFloat16Products = false;
+using BFloat16Products = Float32Products;  // not taken
 #endif
 
 // Words of n elements.
@@ -58,10 +70,7 @@ H2O_INLINE int64_t words_of(int64_t n) {
 // Calls f with the kind of products that rows of this dtype go through.
 template <typename Function>
 H2O_INLINE void with_products(DType dtype, const Function& f) {
-#ifdef __AVX512BF16__
-  if (dtype == DType::kBFloat16) return f(BFloat16Products{});
-#endif
-  (void)dtype;
+  if (kBFloat16Products && dtype == DType::kBFloat16) return f(BFloat16Products{});
   f(Float32Products{});
 }
 
