@@ -30,7 +30,7 @@ USED = {
         create_error_response(message, ...)""",
     "vllm.exceptions": "VLLMValidationError(message, ...)",
     "vllm.tokenizers": "cached_tokenizer_from_config(model_config, ...)",
-    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.attention:Attention": "impl layer_name",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
     "vllm.model_executor.models.utils": "extract_layer_index(layer_name, ...)",
     "vllm.v1.core.sched.scheduler:Scheduler": """vllm_config cache_config block_size running
@@ -38,6 +38,8 @@ USED = {
         _get_local_prefix_cache_hit(self, request, *)
         _mamba_block_aligned_split(self, request, num_new_tokens, num_new_local_computed_tokens,
         num_external_computed_tokens)""",
+    "vllm.v1.request:Request": """sampling_params num_prompt_tokens num_computed_tokens
+        block_hashes""",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": """coordinator
         create_kv_cache_blocks(self, blocks, ...)""",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": """
@@ -66,6 +68,7 @@ USED = {
         mm_req_doc_ranges replace(self, *)""",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls() get_builder_cls()",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": """isa dtype kv_cache_spec
+        vllm_config layer_names
         build(self, common_prefix_len, common_attn_metadata, *)""",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": """scale attn_type sinks
         is_fp8_kv_cache alibi_slopes sliding_window logits_soft_cap

@@ -166,7 +166,9 @@ def test_async_scheduling_stays_and_ends_steps_at_chunks(make_engine, folder, to
     options = {name: getattr(took, name) for name in (*same, "hash_block_size")}
     scheduler = runner.chunked(kind)(**options)
     params = SamplingParams(max_tokens=4, extra_args={runner.SALT: None})
-    scheduler.add_request(request := Request("a", tokens(LENGTH), params, None))
+    hasher = engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    request = Request("a", tokens(LENGTH), params, None, block_hasher=hasher)
+    scheduler.add_request(request)
     steps = [scheduler.schedule().num_scheduled_tokens["a"] for _ in range(3)]
     # The third step begins before the second has given a token.
     assert steps == [4 * CHUNK, LENGTH - 4 * CHUNK, 1] and request.num_output_placeholders == 2
