@@ -127,8 +127,9 @@ class ChunkScheduler(Scheduler):
         is_first = not self.running or self.running[0] is request
         return cut or (num_new_tokens if is_first else 0)
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> Any:
-        blocks, length, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+    def _get_local_prefix_cache_hit(self, request: Any, *args: Any, **more: Any) -> Any:
+        first = super()._get_local_prefix_cache_hit(request, *args, **more)
+        blocks, length, boundary, diverged = first
         manager = self.kv_cache_manager
         choice = choice_of(request.sampling_params)
         while (end := rules().end_of_hit(choice, length, request.num_prompt_tokens)) < length:
@@ -136,6 +137,11 @@ class ChunkScheduler(Scheduler):
             hit, length, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, end)
             blocks = manager.create_kv_cache_blocks(hit)
         return blocks, length, boundary, diverged
+
+
+def chunked(kind: type) -> type:
+    """Return the scheduler above over the class that vLLM takes, as for async scheduling."""
+    return type("ChunkScheduler", (ChunkScheduler, kind), {})
 
 
 class Steps:
@@ -286,7 +292,8 @@ def install() -> None:
         scheduler, size = vllm_config.scheduler_config, rules().chunk_size
         cut = "" if scheduler.scheduler_cls is None and room_of(vllm_config) >= size else "not "
         if ours and scheduler.scheduler_cls is None:
-            scheduler.get_scheduler_cls = lambda: ChunkScheduler
+            kind = chunked(type(scheduler).get_scheduler_cls(scheduler))
+            scheduler.get_scheduler_cls = lambda: kind
         kept = checkpoint_bytes(vllm_config.cache_config) >> 20
         told = f"steps are {cut}cut, up to {kept} MiB of states" if ours else "all is vLLM's"
         logger.info(

@@ -22,6 +22,7 @@ from transformers import (
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from h2o_prefill import enable
 from h2o_prefill.vllm import backend, register, runner
@@ -153,6 +154,24 @@ def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
     # Hits end at pages, where there is no state.
     again, counted = engine.counted(ids)
     assert counted == {"state_misses": 1, "lost_tokens": LENGTH - again.cached}
+
+
+def test_async_scheduling_stays_and_ends_steps_at_chunks(make_engine, folder, tokens):
+    engine = make_engine(folder)  # Its platform would switch it off.
+    took, config = engine.scheduler, engine.llm.llm_engine.vllm_config.scheduler_config
+    assert type(took).__mro__[1:3] == (runner.ChunkScheduler, Scheduler)
+    config.async_scheduling = True
+    kind = type(config).get_scheduler_cls(config)
+    same = ("vllm_config", "kv_cache_config", "structured_output_manager", "block_size")
+    options = {name: getattr(took, name) for name in (*same, "hash_block_size")}
+    scheduler = runner.chunked(kind)(**options)
+    params = SamplingParams(max_tokens=4, extra_args={runner.SALT: None})
+    hasher = engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    request = Request("a", tokens(LENGTH), params, None, block_hasher=hasher)
+    scheduler.add_request(request)
+    steps = [scheduler.schedule().num_scheduled_tokens["a"] for _ in range(3)]
+    # The third step begins before the second has given a token.
+    assert steps == [4 * CHUNK, LENGTH - 4 * CHUNK, 1] and request.num_output_placeholders == 2
 
 
 def test_only_ranks_of_one_model_are_refused(make_engine, folder, monkeypatch):
