@@ -262,7 +262,15 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path, monkeypatch)
     )
     done = CliRunner().invoke(plot.app, ["--output", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
-    names = "throughput_comparison crossover memory_profile linear peers peers_memory scale".split()
+    names = [
+        "throughput_comparison",
+        "crossover",
+        "memory_profile",
+        "linear",
+        "peers",
+        "peers_memory",
+        "scale",
+    ]
     assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
     assert all(axes.has_data() for figure in figures.values() for axes in figure.axes)
