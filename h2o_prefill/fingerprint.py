@@ -30,9 +30,9 @@ def fingerprint(model: Any, tokenizer: str = "", dtype: str = "") -> str:
     config: digest of the text decoder's config, without what changes no result (`_NO_PART` and
     names that begin with "_"), as JSON. weights: of the name, dtype, shape and numbers of each
     parameter and saved buffer, in the order of their names, without adapters (PEFT); 16 bits count
-    as the same numbers in float32. adapters:
-    names and weights of the active ones that are not merged. tokenizer: as given, `digest` of the
-    text of the tokens that recall compares. dtype: of keys and values, by default the model's.
+    as the same numbers in float32. adapters: names and weights of the active ones that are not
+    merged. tokenizer: as given, `digest` of the text of the tokens that recall compares. dtype: of
+    keys and values, by default the model's.
 
     Weights are read once, and again after PyTorch has counted a change: what is written through
     `.data` is not seen. It is no protection against forgery.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from h2o_prefill.cli import console, options, outputs
+from h2o_prefill.generation import DTYPES
 from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
 from h2o_prefill.package import WEIGHTS
 
@@ -49,10 +49,9 @@ def export(
 
     outputs.check_output_folder(output, (WEIGHTS,))
     config = options.find_settings(preset)
-    dtype = getattr(torch, model.dtype)
-    # Weights in 16 bits are packed as they are.
-    network, tokenizer = model.load("auto" if dtype == torch.float32 else model.dtype)
-    formats = weights or "", kv or "", dtype, machine
+    # For arithmetic in float32, weights in 16 bits are packed as they are.
+    network, tokenizer = model.load("auto" if model.dtype == "float32" else model.dtype)
+    formats = weights or "", kv or "", DTYPES[model.dtype], machine
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=3, completed=-1)
         info = write_package(

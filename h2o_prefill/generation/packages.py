@@ -43,9 +43,9 @@ def write_package(
     """
     check_compiler(machine)
     path, dtype = path.expanduser(), dtype or model.dtype
-    if not weights:
-        formats = [x for x in ("bfloat16", "float16") if keeps_numbers(model, x)]
-        weights = (formats or ["float16"])[0] if dtype == torch.float32 else _name(dtype)
+    if not weights and dtype == torch.float32:
+        weights = "bfloat16" if keeps_numbers(model, "bfloat16") else "float16"
+    weights = weights or _name(dtype)
     kv = kv or ("float16" if dtype == torch.float32 else _name(dtype))
     text = text_for(tokenizer, config)
     on_stage("packing weights")

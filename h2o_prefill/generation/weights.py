@@ -68,9 +68,11 @@ def with_packed_weights(model: PreTrainedModel, weights: str, dtype: torch.dtype
                 packed = ops.pack_linear(weight.detach(), weights)
                 done[id(weight)] = [nn.Parameter(x, requires_grad=False) for x in packed]
             setattr(parent, name, kind(layer, dtype, done[id(weight)]))
+    converted: dict[int, Any] = {}  # of tied weights too; a packed one may be here as well
     for layer in twin.modules():
         for name, x in layer.named_parameters(recurse=False):
             if x.is_floating_point() and name not in ("packed", "scales"):
-                done.setdefault(id(x), nn.Parameter(x.to(dtype), requires_grad=False))
-                setattr(layer, name, done[id(x)])
+                if id(x) not in converted:
+                    converted[id(x)] = nn.Parameter(x.to(dtype), requires_grad=False)
+                setattr(layer, name, converted[id(x)])
     return twin

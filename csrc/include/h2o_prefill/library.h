@@ -21,8 +21,7 @@ H2O_API std::string version();
 H2O_API bool has_cuda();
 
 // The instruction set that the CPU kernels of this process run with: on x86 "amx", "avx512_bf16",
-// "avx512", "avx2" or "scalar", on Arm "neon_bf16" or "neon", elsewhere
-// "scalar".
+// "avx512", "avx2" or "scalar", on Arm "neon_bf16" or "neon", elsewhere "scalar".
 H2O_API std::string cpu_isa();
 
 }  // namespace h2o_prefill

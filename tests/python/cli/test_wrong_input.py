@@ -28,6 +28,9 @@ WRONG = {
         ("--preset", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--lengths", "480,many"): "lengths must be numbers with commas between",
     },
+    "export": {
+        ("--output", "package", "--dtype", "int5"): "dtype must be one of .* got 'int5'",
+    },
     "generate": {
         (): "give a prompt or --prompt-file, one of the two",
         ("words", "--prompt-file", "p.txt"): "give a prompt or --prompt-file, one of the two",

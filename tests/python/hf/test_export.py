@@ -137,6 +137,19 @@ def test_packed_weights(build, prompt, weights):
     assert_close(ours, expected, 1e-2)
 
 
+def test_an_embedding_of_a_subclass_stays_where_its_tied_head_is_packed(build, prompt):
+    class Scaled(torch.nn.Embedding):
+        def forward(self, token_ids):
+            return super().forward(token_ids) * 2
+
+    model = build("qwen2", tie_word_embeddings=True)
+    model.model.embed_tokens.__class__ = Scaled
+    expected = model(prompt).logits
+    light = with_packed_weights(model, "float16", torch.float32)
+    assert type(light.model.embed_tokens) is Scaled
+    assert_close(light(prompt).logits, expected, 1e-2)
+
+
 def test_weights_in_16_bits_are_packed_as_they_are(build, prompt):
     model = build("qwen2", tie_word_embeddings=True).to(torch.bfloat16)
     wide = copy.deepcopy(model).float()
