@@ -3,9 +3,11 @@
 //   generate PACKAGE TEXT.txt [--dense] < questions.txt
 //
 // PACKAGE is the folder that `h2o-prefill export` wrote. Questions are lines of standard input;
-// each goes on from the answers before. --dense prefills the text densely.
+// each goes on from the answers before. --dense prefills the text densely. Standard error has the
+// seconds to the first token, the rate of the tokens after it, and the most memory of the process.
 #include <h2o_prefill/package_session.h>
 #include <h2o_prefill/tokenizer.h>
+#include <sys/resource.h>
 
 #include <chrono>
 #include <fstream>
@@ -13,6 +15,19 @@
 #include <sstream>
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// Of this process, with the pages of the package that it has read.
+int64_t peak_megabytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss * 1024 / 1'000'000;  // Linux counts in KiB.
+}
 
 void run(const std::string& package, const std::string& text_file, bool dense) {
   h2o_prefill::PackageSession session(std::make_shared<const h2o_prefill::Package>(package));
@@ -23,7 +38,7 @@ void run(const std::string& package, const std::string& text_file, bool dense) {
     throw std::runtime_error("cannot read " + text_file);
   }
   for (std::string question; std::getline(std::cin, question);) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     const bool first = session.length() == 0;
     auto ids = first ? tokenizer.chat(text.str() + "\n\n" + question)
                      : tokenizer.chat(question, /*next=*/true);
@@ -33,15 +48,20 @@ void run(const std::string& package, const std::string& text_file, bool dense) {
       ids = ids.narrow(1, last, 1);
     }
     h2o_prefill::TextStream answer(tokenizer);
-    bool told = false;
+    Clock::time_point first_token;
+    int64_t tokens = 0;
     session.generate(ids, {.max_new_tokens = 48}, greedy, [&](int64_t token) {
-      const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-      if (!told) std::cerr << "first token after " << passed.count() << " s\n";
-      told = true;
+      if (++tokens == 1) {
+        first_token = Clock::now();
+        std::cerr << "first token after " << seconds_since(begin) << " s\n";
+      }
       std::cout << answer.put(token) << std::flush;
       return true;
     });
     std::cout << answer.end() << std::endl;
+    if (tokens < 2) continue;
+    const double rate = (tokens - 1) / seconds_since(first_token);
+    std::cerr << rate << " tokens/s after it, peak memory " << peak_megabytes() << " MB\n";
   }
 }
 
