@@ -27,8 +27,8 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, prefil
 from h2o_prefill.session import Session
 from h2o_prefill.state import LayerState
 
-# What models call their cache: from transformers 5.24 on, before, and a few models before.
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+# What models call their cache: from transformers 5.24 on, and before.
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_among(arguments: dict[str, Any]) -> Any:

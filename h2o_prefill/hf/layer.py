@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions
 from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
-
-# Older versions of transformers have other caches for hybrid models: those keep no state.
-HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 # What this thread is in. `context`: the running forward of an enabled model; `prompt`: the prompt
 # that a caller of the model, such as `generate`, is working on. Dynamo may read the others. `call`:
@@ -88,15 +84,13 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         state = self.synchronized()
-        super().crop(tokens_to_remove)  # Versions of transformers differ in what numbers mean.
+        super().crop(tokens_to_remove)
         state.truncate(self.get_seq_length())
         if self.is_initialized:
             self._use_state()
 
     def reset(self) -> None:
         self.state, self._views = LayerState(self.checkpoints), None
-        self.keys = self.values = None  # Older versions of transformers leave zeros.
-        self.is_initialized = False
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -191,6 +185,22 @@ class StaticPrefillLayer(StaticLayer):
                 torch._dynamo.mark_static_address(buffer)
 
 
+class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
+    """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+        super().offload()
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+        super().prefetch()
+
+
 def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     """Return a layer that keeps the state of sparse prefill in the place of one that is empty."""
     if type(layer) is DynamicLayer:
@@ -198,21 +208,3 @@ def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     if type(layer) is HybridLayer:
         return ChunkedPrefillHybridLayer(number_of_states=layer.number_of_states)
     return layer
-
-
-if HybridLayer is not None:
-
-    class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
-        """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
-
-        def reorder_cache(self, beam_idx: Tensor) -> None:
-            RecurrentLayer.reorder_cache(self, beam_idx)
-            super().reorder_cache(beam_idx)
-
-        def offload(self) -> None:
-            RecurrentLayer.offload(self)
-            super().offload()
-
-        def prefetch(self) -> None:
-            RecurrentLayer.prefetch(self)
-            super().prefetch()
