@@ -8,7 +8,6 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from h2o_prefill._errors import first_line
 
