@@ -38,9 +38,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         # What `keys` and `values` were set to from the state.
         self._views: tuple[Tensor, Tensor] | None = None
 
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
-
     @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
