@@ -215,7 +215,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         """Return the settings of a session; ValueError if it is of another model or settings."""
         enabled, config = enabled_of(model.config), PrefillConfig.parse(session.settings)
         words = dict(word.split("=", 1) for word in session.fingerprint.split())
-        # Without an enabled model the tokenizer is that of the file.
+        # Without an enabled model any tokenizer fits.
         self.tokenizer = words.get("tokenizer", "") if enabled is None else enabled.tokenizer
         if other := differing_word(fingerprint(model, self.tokenizer), session.fingerprint):
             raise ValueError(f"session must be of this model: {other}")

@@ -27,8 +27,8 @@ class ChunkedPrefillLayer(DynamicLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill.
 
     `state` has all of them, in buffers that grow by doubling: a decoded token copies no history.
-    `keys` and `values` are views of what is in use; code that sets others replaces those of the
-    state.
+    `keys` and `values` are views of what is in use; code that sets others replaces them in
+    the state.
     """
 
     def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
