@@ -152,7 +152,6 @@ def _prepare(
     context.add_arguments(arguments, cache)
     if not is_outermost:
         return args, kwargs
-    context.check()
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions
 from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
+
+# Attention and a recurrence in one layer; its bases contradict each other in types.
+HybridLayer: Any = cache_utils.LinearAttentionAndFullAttentionLayer
 
 # What this thread is in. `context`: the running forward of an enabled model; `prompt`: the prompt
 # that a caller of the model, such as `generate`, is working on. Dynamo may read the others. `call`:
@@ -185,7 +188,7 @@ class StaticPrefillLayer(StaticLayer):
 class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
     """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 
