@@ -77,11 +77,9 @@ WRONG = {
     "compare": [
         ({"inputs": _ids(512)}, "prompt and new tokens must be <= 512, .* got 528"),
         ({"inputs": "a text", "tokenizer": None}, "inputs is text, so a tokenizer must be given"),
-        ({"inputs": {"input_ids": MASK, "attention_mask": MASK.tril()}}, "without padding"),
         ({"inputs": MASK * 257}, r"input_ids must be in \[0, 257\), got 257 .of another"),
         ({"inputs": [1], "config": "exact"}, "a window must hold a token to score, got a length"),
         ({"max_new_tokens": True}, "max_new_tokens must be >= 1 and an int, got True"),
-        ({"config": "best"}, "preset must be one of"),
     ],
     "throughput": [
         ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),

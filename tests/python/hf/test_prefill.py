@@ -79,7 +79,6 @@ TWO = {"input_ids": [1, 2]}
         ({**TWO, "attention_mask": [[0, 1]]}, "attention_mask must be without padding"),
         ({**TWO, "chunks_per_call": 0}, "chunks_per_call must be >= 1, got 0"),
         ({**TWO, "cache": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
-        ({**TWO, "chunk": 3}, "is no setting"),
     ],
 )
 def test_wrong_arguments(llama, arguments, message):
