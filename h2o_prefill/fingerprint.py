@@ -84,7 +84,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _weight_digests(model: nn.Module) -> dict[str, str]:
-    """Return the digests of weights and active adapters; those of before if nothing changed."""
+    """Return the digests of weights and active adapters; the last ones if nothing changed."""
     adapted = _adapted(model)
     active = {
         (_without_adapters(path), name): repr(_numbers(module, name))

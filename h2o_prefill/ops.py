@@ -11,7 +11,7 @@ contiguous. A wrong argument raises ValueError.
 Arguments and results that several operators share:
 
 - `q` [B, Hq, T, D] are the queries of a call. `k` and `v` are its keys and values, [B, Hkv, T, D]
-  and [B, Hkv, T, Dv], or those of the whole history, [B, Hkv, T_total, ...], whose end they are.
+  and [B, Hkv, T, Dv], or the whole history, [B, Hkv, T_total, ...], that ends with them.
 - `scale` is the softmax scale, D ** -0.5 by default. `softcap` > 0 caps logits after scaling:
   softcap * tanh(z / softcap). `sinks` [Hq] add one logit to each query head's softmax, neither
   scaled nor capped, without a value; they are also in both softmaxes that scores are summed from.
@@ -119,8 +119,8 @@ def sliding_window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend causally to the last `window` keys of each query, its own included: exact.
 
-    The query at position p sees the keys of positions (p - window, p]. Keys and values are those of
-    the history, or of its end alone, as a cache that keeps the window holds it; the last key
+    The query at position p sees the keys of positions (p - window, p]. Keys and values are
+    the whole history, or its end alone, as a cache that keeps the window holds it; the last key
     belongs to the last query. A window, at least 1, that is longer than the history is full
     attention. Time is linear in the tokens: on the CPU no key outside of a window is multiplied,
     but for the edges of blocks. Returns out, and lse with the sinks.

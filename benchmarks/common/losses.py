@@ -38,7 +38,7 @@ def measure_losses(
 ) -> Iterator[tuple[str, Row]]:
     """Go through modes, with the loss of each as fields of a row; those that are not known join.
 
-    "format_percent" is that of a program's dense mode over the first mode: what the format of its
+    "format_percent" compares a program's dense mode with the first mode: what the format of its
     weights loses. A dense mode that does not tell probabilities has a loss of 0 by definition, and
     no perplexity.
     """

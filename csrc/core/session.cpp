@@ -52,13 +52,13 @@ void replace_file(const std::string& path, const Write& write) {
   }
 }
 
-// Compares the data of records with their CRC, which stands behind them: LibTorch's reader does
+// Compares the data of records with their CRC, which follows them: LibTorch's reader does
 // not.
 void check_records(caffe2::serialize::PyTorchStreamReader& reader, const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::vector<char> buffer(size_t{1} << 20);
   for (const std::string& name : reader.getAllRecords()) {
-    if (reader.getRecordSize(name) == 0) continue;  // nothing stands behind it
+    if (reader.getRecordSize(name) == 0) continue;  // nothing follows it
     file.seekg(static_cast<std::streamoff>(reader.getRecordOffset(name)));
     uint32_t sum = 0;
     for (size_t left = reader.getRecordSize(name), count = 0; left > 0; left -= count) {

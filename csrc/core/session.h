@@ -14,7 +14,7 @@
 
 namespace h2o_prefill {
 
-// CRC-32 of some bytes, after those of an earlier call.
+// CRC-32 of some bytes; `before` is the CRC of the bytes before them.
 uint32_t checksum(const char* data, size_t size, uint32_t before = 0);
 
 struct Session {

@@ -99,7 +99,7 @@ inline LayerStates layers_of(StateReader& state) {
   return layers;
 }
 
-// Empty layers; the arguments are those of LayerState. Throws c10::ValueError for a wrong number.
+// Empty layers; LayerState takes the same arguments. Throws c10::ValueError for a wrong number.
 inline LayerStates empty_layers(int64_t count, bool checkpoints = false,
                                 int64_t initial_capacity = LayerState::kInitialCapacity,
                                 int64_t max_capacity = LayerState::kMostTokens) {

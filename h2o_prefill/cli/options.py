@@ -162,7 +162,7 @@ PresetOption = Annotated[str | None, preset_option()]
 
 
 def find_settings(preset: str | None) -> PrefillConfig:
-    """Return the settings of a text, those of `enable` without one."""
+    """Return the settings of a text; without one, the default of `enable`."""
     try:
         return chosen_config(preset)
     except ValueError as error:

@@ -107,11 +107,11 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
 
-    The model runs once and densely, so that an error is the layer's own, without those of earlier
+    The model runs once and densely, so that an error is the layer's own, without errors of earlier
     layers. In fp32 (fp64 for fp64), over the rows i of the prompt or of one chunk, for head h:
 
     - relative L1 error: sum |x_hid - y_hid| / sum |y_hid|, with x the output of the sparse prefill
-      and y that of dense attention;
+      and y the output of dense attention;
     - recall of dense softmax mass: the mean of the dense softmax weights, sinks left out, of the
       keys that row i sees sparsely: its chunk up to itself, the memory set and the recalled keys of
       the chunk, and all keys before it in the dense tail.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,17 +143,9 @@ def compare(
         if not chosen.exact:
             modes[chosen.to_string()] = chosen
 
-        @contextlib.contextmanager
-        def switched(settings: PrefillConfig | None) -> Iterator[None]:
-            if enabled is None or settings is not chosen:
-                with prefill_mode(model, settings, tokenizer=tokenizer):
-                    yield
-                return
-            enabled.enable()  # without `with`: it may be inside of its own
-            try:
-                yield
-            finally:
-                enabled.disable()
+        def switched(settings: PrefillConfig | None) -> Any:
+            own = enabled is not None and settings is chosen
+            return enabled if own else prefill_mode(model, settings, tokenizer=tokenizer)
 
         check_length(model, tokens + max_new_tokens, "prompt and new tokens")
         forward = PromptForward(model)

@@ -48,7 +48,7 @@ def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, li
 
 
 def open_axes(axes: Axes, legend: bool = False) -> None:
-    """Draw faint grid lines behind a curve, and no frame above and to the right."""
+    """Draw faint grid lines below a curve, and no frame above and to the right."""
     axes.set_axisbelow(True)
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,6 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from h2o_prefill._errors import first_line
 
@@ -51,20 +50,14 @@ def _digest(path: Path) -> str:
 
 def _convert(path: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    plain_weights: dict[str, Any] = {}
-    # Versions of transformers that can also keep the quantised blocks have this class.
-    with contextlib.suppress(ImportError):
-        from transformers import GgufConfig
-
-        plain_weights["quantization_config"] = GgufConfig(dequantize=True)
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # The reader draws a progress bar of its own, whatever verbosity is set.
         with contextlib.redirect_stderr(io.StringIO()):
             loaded = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, **plain_weights
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
             tokenizer = AutoTokenizer.from_pretrained(**source)
     except (ImportError, MemoryError):

@@ -33,10 +33,10 @@ def write_package(
 ) -> PackageInfo:
     """Write a model and its tokenizer as a package, a folder; return its metadata.
 
-    `dtype` is that of arithmetic, by default the model's. `weights` is the format of linear layers
-    and embeddings, "float32", "bfloat16", "float16" or "int8". It is by default the model's 16
-    bits; for a float32 model bfloat16 if its weights are numbers of it, else float16. `kv` is the
-    dtype of keys and values, by default that of arithmetic in 16 bits, else float16. The model
+    `dtype` is the dtype of arithmetic, by default the model's. `weights` is the format of linear
+    layers and embeddings, "float32", "bfloat16", "float16" or "int8". It is by default the model's
+    16 bits; for a float32 model bfloat16 if its weights are numbers of it, else float16. `kv` is
+    the dtype of keys and values, by default `dtype` if it has 16 bits, else float16. The model
     stays as it is. `machine` is the architecture of the CPU, by default of this one; another one,
     as "aarch64", needs its compiler, aarch64-linux-gnu-g++. The tokenizer is written for C++ too if
     openvino_tokenizers is installed. `on_stage` is called with what begins.

@@ -28,9 +28,8 @@ from h2o_prefill.hf.kinds import LeftOutMask
 from h2o_prefill.hf.layer import StaticPrefillLayer
 from h2o_prefill.state import LayerState
 
-# What transformers' sdpa function drops or refuses, at least in some versions; the model's own
-# eager function honours it.
-EAGER_ONLY = ("s_aux", "softcap", "position_bias")
+# What transformers' sdpa function drops or refuses; the model's own eager function honours it.
+EAGER_ONLY = ("s_aux", "softcap")
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:

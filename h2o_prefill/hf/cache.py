@@ -27,8 +27,8 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer, StaticPrefillLayer, prefil
 from h2o_prefill.session import Session
 from h2o_prefill.state import LayerState
 
-# What models call their cache: from transformers 5.24 on, before, and a few models before.
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+# What models call their cache: from transformers 5.24 on, and before.
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_among(arguments: dict[str, Any]) -> Any:
@@ -215,7 +215,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         """Return the settings of a session; ValueError if it is of another model or settings."""
         enabled, config = enabled_of(model.config), PrefillConfig.parse(session.settings)
         words = dict(word.split("=", 1) for word in session.fingerprint.split())
-        # Without an enabled model the tokenizer is that of the file.
+        # Without an enabled model any tokenizer fits.
         self.tokenizer = words.get("tokenizer", "") if enabled is None else enabled.tokenizer
         if other := differing_word(fingerprint(model, self.tokenizer), session.fingerprint):
             raise ValueError(f"session must be of this model: {other}")

@@ -153,8 +153,10 @@ def dense_reason(call: Call) -> str | None:
     # In a graph the operator reads the settings, in every call.
     if call.graph is None and _is_dense_by_settings(call):
         return ""
-    if not call.is_causal or form.reason is not None:
-        return form.reason or ""
+    if not call.is_causal:
+        return ""
+    if form.reason is not None:
+        return form.reason
     if _is_in_window(call):
         return _window_reason(call)
     if call.layer is None and config.dense_layers:

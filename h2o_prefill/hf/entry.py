@@ -46,7 +46,7 @@ class Entry:
         self.module = module
         self.handle = handle
         self.names = tuple(inspect.signature(module.forward).parameters)
-        names = (name for name in CACHE_NAMES[:2] if name in self.names)
+        names = (name for name in CACHE_NAMES if name in self.names)
         self.cache_name = next(names, None)  # of the argument of a model that makes caches
         # What the instance had of these names before: another library's wrappers.
         self.methods: dict[str, Any] = {}
@@ -152,7 +152,6 @@ def _prepare(
     context.add_arguments(arguments, cache)
     if not is_outermost:
         return args, kwargs
-    context.check()
     if isinstance(context.cache, StaticPrefillCache) and context.tokens is not None:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):

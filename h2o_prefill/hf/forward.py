@@ -85,6 +85,9 @@ class ForwardContext:
         if (prompt := prompt_of(enabled)) is not None:
             self.masks, prompt.masks = prompt.masks, []
         self._shared: dict[Any, Any] = {}
+        names = (str(config._attn_implementation) for config, _ in enabled.previous)
+        if not any(name.startswith(NAME) for name in names):
+            enabled.report(CHANGED)
 
     def add_arguments(self, arguments: dict[str, Any], cache: Any) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
@@ -102,12 +105,6 @@ class ForwardContext:
             if isinstance(cache, KeepsTokenIds):
                 cache.check_usable()
             self.cache, self.begun = cache, length_of(cache) or 0
-
-    def check(self) -> None:
-        """Warn of another attention implementation."""
-        names = (str(config._attn_implementation) for config, _ in self.enabled.previous)
-        if not any(name.startswith(NAME) for name in names):
-            self.enabled.report(CHANGED)
 
     @functools.cached_property
     def config(self) -> PrefillConfig:

@@ -100,7 +100,7 @@ def window_of(module: nn.Module) -> int | None:
 
 def moving_rope(config: Any) -> dict[str, Any] | None:
     """Return the rotary embeddings of a config that change with the length of the text, if any."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
     kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return next((kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
@@ -124,8 +124,6 @@ def form_of(module: nn.Module) -> LayerForm:
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
     encoder = getattr(config, "cross_attention_hidden_size", None) is not None
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    layers: int = getattr(config, "num_hidden_layers", None) or 0
     reason: str | None = None
     if cross or kind not in ("full_attention", *WINDOWED):
         reason = ""
@@ -135,7 +133,6 @@ def form_of(module: nn.Module) -> LayerForm:
         encoder
         or getattr(config, "is_encoder_decoder", False)
         or getattr(module, "is_kv_shared_layer", False)
-        or (shared > 0 and index >= layers - shared)
     ):
         reason = UNSUPPORTED
     number = index if isinstance(index, int) else None

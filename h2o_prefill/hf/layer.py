@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LayerOptions
 from h2o_prefill.state import LayerState, no_errors, score_dtype, with_room
 
-# Older versions of transformers have other caches for hybrid models: those keep no state.
-HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+# Attention and a recurrence in one layer; its bases contradict each other in types.
+HybridLayer: Any = cache_utils.LinearAttentionAndFullAttentionLayer
 
 # What this thread is in. `context`: the running forward of an enabled model; `prompt`: the prompt
 # that a caller of the model, such as `generate`, is working on. Dynamo may read the others. `call`:
@@ -31,8 +30,8 @@ class ChunkedPrefillLayer(DynamicLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill.
 
     `state` has all of them, in buffers that grow by doubling: a decoded token copies no history.
-    `keys` and `values` are views of what is in use; code that sets others replaces those of the
-    state.
+    `keys` and `values` are views of what is in use; code that sets others replaces them in
+    the state.
     """
 
     def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
@@ -41,9 +40,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.state = LayerState(checkpoints)
         # What `keys` and `values` were set to from the state.
         self._views: tuple[Tensor, Tensor] | None = None
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
 
     @torch.compiler.disable
     def update(
@@ -88,15 +84,13 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         state = self.synchronized()
-        super().crop(tokens_to_remove)  # Versions of transformers differ in what numbers mean.
+        super().crop(tokens_to_remove)
         state.truncate(self.get_seq_length())
         if self.is_initialized:
             self._use_state()
 
     def reset(self) -> None:
         self.state, self._views = LayerState(self.checkpoints), None
-        self.keys = self.values = None  # Older versions of transformers leave zeros.
-        self.is_initialized = False
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -191,6 +185,22 @@ class StaticPrefillLayer(StaticLayer):
                 torch._dynamo.mark_static_address(buffer)
 
 
+class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
+    """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+        super().offload()
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+        super().prefetch()
+
+
 def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     """Return a layer that keeps the state of sparse prefill in the place of one that is empty."""
     if type(layer) is DynamicLayer:
@@ -198,21 +208,3 @@ def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     if type(layer) is HybridLayer:
         return ChunkedPrefillHybridLayer(number_of_states=layer.number_of_states)
     return layer
-
-
-if HybridLayer is not None:
-
-    class ChunkedPrefillHybridLayer(ChunkedPrefillLayer, HybridLayer):
-        """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
-
-        def reorder_cache(self, beam_idx: Tensor) -> None:
-            RecurrentLayer.reorder_cache(self, beam_idx)
-            super().reorder_cache(beam_idx)
-
-        def offload(self) -> None:
-            RecurrentLayer.offload(self)
-            super().offload()
-
-        def prefetch(self) -> None:
-            RecurrentLayer.prefetch(self)
-            super().prefetch()

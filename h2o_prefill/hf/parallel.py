@@ -27,7 +27,7 @@ class StageCache(ChunkedPrefillCache):
 
     @classmethod
     def of(cls, cache: Any, span: range) -> StageCache:
-        """Turn an empty cache into that of a stage, in place; ValueError for another one."""
+        """Make an empty cache the cache of a stage, in place; ValueError for another one."""
         if isinstance(cache, cls) and cache.span == span:
             return cache
         used = any(layer.is_initialized for layer in getattr(cache, "layers", ()))

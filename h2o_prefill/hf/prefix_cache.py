@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from h2o_prefill.fingerprint import fingerprint
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.forward import announce
 from h2o_prefill.hf.kinds import enabled_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, RecurrentLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import call_tokens, chunked_prefill, read_prompt
 from h2o_prefill.state import LayerState
 
 # Layers whose rows of a chunk can be told from others, or that are small: those that keep all keys
 # beside a recurrence are neither.
-_STORED = (ChunkedPrefillLayer, DynamicSlidingWindowLayer, RecurrentLayer)
+_STORED = (ChunkedPrefillLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
 # What a call of one chunk, after others, left in the layers of a cache. For each layer its keys and
 # values [1, Hkv, S, D], the tokens that have scores, and what the next chunk needs of them

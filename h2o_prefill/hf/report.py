@@ -99,11 +99,8 @@ def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
 
 
 def no_model(value: Any) -> ValueError:
-    """Return the error for what is no model; a pipeline has one."""
-    where = ": give pipeline.model" if isinstance(getattr(value, "model", None), nn.Module) else ""
-    return ValueError(
-        f"model must be a transformers PreTrainedModel, got {type(value).__name__}{where}"
-    )
+    """Return the error for what is no model."""
+    return ValueError(f"model must be a transformers PreTrainedModel, got {type(value).__name__}")
 
 
 def _is_attention(module: nn.Module) -> bool:

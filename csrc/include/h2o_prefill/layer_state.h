@@ -22,7 +22,7 @@ namespace h2o_prefill {
 // set int32 [B, Hkv, M] that its last chunk attended to, errors fp32 [B, Hkv, kErrorFields], and
 // where that chunk began; and, if asked for, checkpoints: what the next chunk needs at each
 // multiple of the chunk size. Keys may as well lie elsewhere (attend_history). Tensors that methods
-// return are those of the state: later calls change scores, memory set and errors in place. For
+// return belong to the state: later calls change scores, memory set and errors in place. For
 // inference.
 class H2O_API LayerState : public torch::CustomClassHolder {
  public:
@@ -33,7 +33,7 @@ class H2O_API LayerState : public torch::CustomClassHolder {
   explicit LayerState(bool checkpoints = false, int64_t initial_capacity = kInitialCapacity,
                       int64_t max_capacity = kMostTokens);
 
-  // The state behind given buffers, as prefill_attention_() takes them, which the caller's calls
+  // The state of given buffers, as prefill_attention_() takes them, which the caller's calls
   // fill; commit() counts their tokens. It does not grow.
   static c10::intrusive_ptr<LayerState> of_buffers(const PrefillBuffers& buffers);
   // Counts the tokens after a call that ended at `length`; `past`: before it.

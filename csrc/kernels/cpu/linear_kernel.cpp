@@ -14,7 +14,7 @@ namespace {
 
 using Args = PackedLinearArgs;
 
-// Tokens that are worth the conversion of weights, those of a product by AMX, and those that are
+// Tokens that are worth the conversion of weights, tokens of a product by AMX, and tokens that are
 // worth a copy of the weights for oneDNN.
 constexpr int64_t kLeastTokens = 128;
 constexpr int64_t kGemmTokens = 128;

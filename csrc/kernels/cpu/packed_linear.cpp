@@ -166,7 +166,7 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
     });
     for (int64_t first = 0; first < args.tokens; first += kTokens) {
       const int n = static_cast<int>(args.tokens - first < kTokens ? args.tokens - first : kTokens);
-      // Layout of their own: those of x may share cache sets.
+      // Layout of their own: rows of x may share cache sets.
       for (int t = 0; t < n; ++t) {
         const float* const x = args.x + (first + t) * args.inputs + input;
         for (int64_t k = 0; k < depth; ++k) rows[t * depth + k] = x[k];

@@ -194,7 +194,7 @@ H2O_INLINE void transpose(Vec (&x)[kLanes]) {
   }
 }
 
-// Lanes whose number has the bit kBit are those of b, the others of a, each plus the one beside it
+// Lanes whose number has the bit kBit come from b, the others from a, each plus the one beside it
 // by that bit.
 template <int kBit>
 H2O_INLINE Vec add_beside(Vec a, Vec b) {

@@ -13,8 +13,8 @@
 namespace h2o_prefill::attend {
 
 // Where a row of a tile stands: its row of the call and its query head, counted from the tile's
-// first. The rows of a position in all heads of a group follow each other, then those of the next
-// position, so that a tile spans few positions: its heads share the recall lists of their blocks.
+// first. The rows of a position in all heads of a group follow each other, then the rows of the
+// next position, so that a tile spans few positions: its heads share the lists of their blocks.
 struct PlaceInTile {
   int row;
   int head;

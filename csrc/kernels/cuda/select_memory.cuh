@@ -62,7 +62,7 @@ struct Candidates {
   }
 };
 
-// Sums the counts of a CTA's warps: a lane has those of one. One barrier a call.
+// Sums the counts of a CTA's warps: a lane has the counts of one. One barrier a call.
 class CtaCounter {
  public:
   // Adds the counts of all warps. before: of the warps below this thread's alone, if it is asked

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import h2o_prefill
-from h2o_prefill.cli.options import find_settings
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS, SPARSE_PRESETS
@@ -98,10 +97,6 @@ def test_compare_on_a_prompt_and_retrieval_that_is_kept(report, small_commands, 
     found, _ = report(*command, "--prompt-file", tmp_path / "prompt.txt", "--preset", PRESET)
     assert found["tokens"] == len(tiny.SENTENCE * 3)
     assert [run["settings"] for run in found["runs"]] == ["", "exact", PRESET]
-
-
-def test_without_a_preset_settings_are_the_default():
-    assert find_settings(None) == PRESETS["recommended"]
 
 
 def test_generate_prints_what_the_sparse_model_says(

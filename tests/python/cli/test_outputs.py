@@ -70,16 +70,3 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands):
     done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
     assert done.exit_code == 0, done.output
     assert " % ? " in done.stdout
-
-
-def test_without_a_terminal_a_row_is_a_line(monkeypatch, capsys):
-    from h2o_prefill.cli.tables import new_table, print_result
-
-    monkeypatch.delenv("COLUMNS", raising=False)
-    table = new_table()
-    for number in range(30):
-        table.add_column(f"heading {number}", no_wrap=True)
-    table.add_row(*(f"cell {number}" for number in range(30)))
-    print_result("title", table)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "cell 0" in line)
-    assert "cell 29" in line

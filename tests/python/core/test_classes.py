@@ -57,11 +57,6 @@ CHANGED |= SETTINGS | {"dense_layers": [7, 8]}
 CHANGED |= {"gqa_reduce": "max", "min_prefill": 9}
 
 
-def test_config_takes_every_field_by_name():
-    config = classes.PrefillConfig(**CHANGED)
-    assert {name: getattr(config, name) for name in DEFAULTS} == CHANGED
-
-
 @COPIES
 def test_config_copies_whole(duplicate):
     config = classes.PrefillConfig(**CHANGED)
@@ -121,19 +116,6 @@ def test_a_worked_example_of_memory_sets():
     assert tracker.build_memory_set(0, 8).tolist() == [[[0, 2, 7]]]
     tracker.truncate(7)  # the set was for a chunk that never begins
     assert tracker.indices(0).tolist() == [[[0, 2, -1]]]
-
-
-def test_state_tensors_load_with_weights_only():
-    qkv = random_qkv(40)
-    cache, tracker = make_state()
-    make_attention().forward(0, *qkv, cache, tracker)
-    state = {"cache": cache.state_tensors(), "tracker": tracker.state_tensors()}
-    state = saved_and_loaded(state, weights_only=True)
-    loaded_cache = classes.ChunkedKVCache.from_tensors(state["cache"])
-    loaded_tracker = classes.MemorySetTracker.from_tensors(state["tracker"])
-    assert torch.equal(loaded_cache.value(0), qkv[2])
-    assert torch.equal(loaded_tracker.scores(0), tracker.scores(0))
-    assert loaded_tracker.last_chunk_begin(0) == 32
 
 
 class Prefill(nn.Module):

@@ -68,16 +68,6 @@ def test_calls_attend_before_rows_that_follow():
     assert (state.length, state.scored) == (70, 64)
 
 
-def test_inference_mode_may_come_and_go():
-    qkv = random_qkv()
-    state, expected = LayerState(), LayerState()
-    for begin, end in [(0, 40), (40, 70), (70, 100)]:
-        with torch.inference_mode(begin != 40):
-            attend(state, qkv, begin, end)
-        attend(expected, qkv, begin, end)
-    assert_same(state, expected)
-
-
 @pytest.mark.parametrize(
     "duplicate",
     [
@@ -158,22 +148,6 @@ def test_truncate_elsewhere_forgets_what_follows():
     state.truncate(40)
     assert (state.length, state.scored, state.last_chunk_begin) == (40, 40, 0)
     assert (state.memory == -1).all()
-
-
-def test_rows_of_the_batch_are_independent():
-    qkv, state = random_qkv(), LayerState(True)
-    attend(state, qkv, 0, 64)
-    state.select(torch.tensor([1, 1, 0]))
-    rows = [x[[1, 1, 0]] for x in qkv]
-    other = LayerState(True)
-    attend(other, rows, 0, 64)
-    assert_same(state, other)
-    assert torch.equal(attend(state, rows, 64, 100), attend(other, rows, 64, 100))
-    state.truncate(48)
-    state.repeat(2)
-    state.to(torch.device("cpu"))
-    assert state.scores.shape[0] == 6
-    assert state.key.shape[0] == 6
 
 
 def test_keys_of_others_are_not_written_to():

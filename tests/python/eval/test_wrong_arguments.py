@@ -43,14 +43,12 @@ WRONG = {
         ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
         ({"dataset": " \n"}, "dataset must not be empty text"),
         ({"tokenizer": None}, "a tokenizer must be given"),
-        ({"dataset": _ids(300) - 2}, r"input_ids must be in \[0, 257\), got -1"),
     ],
     "ablation": [
         ({"axes": {"chunks": [1]}}, "axes must be fields of PrefillConfig.*got 'chunks'"),
         ({"axes": {"recall": []}}, "recall must be a sequence of at least one value"),
         ({"axes": {"heavy_budget": [4, -1]}}, "heavy_budget must be >= 0, got -1"),
         ({"axes": {"chunk_size": [64]}}, "that can be run: context must be at least two chunks"),
-        ({"axes": {"dense_layers": [(5,)]}}, "dense_layers must be < 2"),
         ({"base": []}, r"base must be a sequence of at least one value, got \[\]"),
         ({"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
         ({"output": __file__}, "output must be a folder, got the file"),
@@ -79,13 +77,9 @@ WRONG = {
     "compare": [
         ({"inputs": _ids(512)}, "prompt and new tokens must be <= 512, .* got 528"),
         ({"inputs": "a text", "tokenizer": None}, "inputs is text, so a tokenizer must be given"),
-        ({"inputs": None}, "either input_ids or inputs_embeds must be given"),
-        ({"inputs": {"input_ids": MASK, "attention_mask": MASK.tril()}}, "without padding"),
         ({"inputs": MASK * 257}, r"input_ids must be in \[0, 257\), got 257 .of another"),
         ({"inputs": [1], "config": "exact"}, "a window must hold a token to score, got a length"),
-        ({"tokenizer": "smollm2-135m"}, "tokenizer must be a tokenizer of transformers, got 'smol"),
         ({"max_new_tokens": True}, "max_new_tokens must be >= 1 and an int, got True"),
-        ({"config": "best"}, "preset must be one of"),
     ],
     "throughput": [
         ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,13 +84,6 @@ WIDE = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
 
 Build = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def static_caches(request: pytest.FixtureRequest) -> None:
-    """Skip tests of static caches where transformers makes a mask for every call with one."""
-    if "static" in request.node.name and Version(transformers.__version__) < Version("5.14"):
-        pytest.skip("static caches are dense before transformers 5.14")
 
 
 @pytest.fixture(autouse=True)

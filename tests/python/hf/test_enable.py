@@ -92,13 +92,11 @@ def test_a_copy_of_an_enabled_model_is_enabled_and_can_be_disabled(llama, ids, h
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": {"chunk_size": 16}}, r"config must be .* the name of a preset, got dict"),
         (
             {"config": SimpleNamespace(batch_decode=0)},
             "SimpleNamespace: pass a tokenizer as tokenizer=",
         ),
         ({"config": "h2o", "tokenizer": "smollm2"}, "must be a tokenizer of .*, got 'smollm2'"),
-        ({"dense_layers": (2,)}, r"layers of dense_layers must be < 2, got \(2,\)"),
         ({"dense_layers": (0, 5)}, r"layers of dense_layers must be < 2, got \(0, 5\)"),
     ],
 )
@@ -108,10 +106,8 @@ def test_wrong_arguments(llama, arguments, message):
     assert is_off(llama)
     pipeline = transformers.TextGenerationPipeline(llama, tokenizer=None)
     for function in (enable, disable, explain, chunked_prefill):
-        with pytest.raises(ValueError, match=r"got TextGenerationPipeline: give pipeline\.model"):
+        with pytest.raises(ValueError, match="PreTrainedModel, got TextGenerationPipeline"):
             function(pipeline)
-    with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
-        enable(torch.nn.Linear(2, 2))
 
 
 def test_set_attn_implementation_back_and_forth(llama, ids):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hf_helpers import assert_close
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+from transformers.models.minimax import modeling_minimax as minimax
 
 from h2o_prefill import ops
 
@@ -20,7 +22,6 @@ class LinearCache:
 
 def test_lightning_attention_is_the_operator():
     """In blocks of 8 tokens, the last one shorter; then tokens with a state, one and several."""
-    minimax = pytest.importorskip("transformers.models.minimax.modeling_minimax")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "block_size": 8}
     torch.manual_seed(0)
     layer = minimax.MiniMaxLightningAttention(minimax.MiniMaxConfig(**sizes), layer_idx=2).eval()
@@ -64,9 +65,6 @@ def scan_like_mamba(x, dt, a, b, c, states):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_scan_of_mamba_2_is_the_operator(groups):
-    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    if not hasattr(mamba2, "mamba2_chunk_scan"):
-        pytest.skip("this transformers has no mamba2_chunk_scan")
     torch.manual_seed(0)
     states = torch.randn(BATCH, HEADS, DIM, STATE)
     for length in (37, 1):
@@ -75,7 +73,7 @@ def test_the_scan_of_mamba_2_is_the_operator(groups):
         dt = torch.nn.functional.softplus(torch.randn(BATCH, length, HEADS))
         a = -torch.rand(HEADS) * 4
         out, after = scan_like_mamba(x, dt, a, b, c, states)
-        expected, states = mamba2.mamba2_chunk_scan(
+        expected, states = mamba2_chunk_scan(
             x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
         )
         assert_close(out, expected)

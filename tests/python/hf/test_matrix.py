@@ -180,8 +180,7 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
     with enable(model, **RECALL), enable(assistant, **RECALL):
         for how in ({}, {"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
             cache = {} if kind == "none" else {"past_key_values": new_cache(model)}
-            # An end that never comes: prompt lookup of transformers 5.4 needs one.
-            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 61, **cache, **how}
+            options = {"max_new_tokens": 24, "do_sample": False, **cache, **how}
             forwards.append(0)
             with hooked(model, lambda *_: forwards.append(forwards.pop() + 1)):
                 texts.append(model.generate(ids, **options))
@@ -194,9 +193,7 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
     caches[1].crop(-9)
     assert_same_states(*caches, 0)
     assert torch.equal(texts[1], texts[0]) and forwards[1] < (16 if layers == 2 else 25)
-    # Prompt lookup of transformers 5.4 may give a token too many, of stock models too.
-    end = None if Version(transformers.__version__) >= Version("5.5") else texts[0].shape[1]
-    assert torch.equal(texts[2][:, :end], texts[0])
+    assert torch.equal(texts[2], texts[0])
 
 
 @pytest.mark.parametrize("implementation", WAYS)
@@ -234,6 +231,8 @@ def test_chat_turns_stay_sparse(llama, make_ids, kind):
 @pytest.mark.parametrize("chunks", [None, 16])
 @pytest.mark.parametrize("length", [40, 60, 72, 90, 100])
 def test_a_prompt_begins_with_the_text_of_the_cache(llama, ids, make_ids, chunks, length):
+    if chunks and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("`generate` goes on from no cache in chunks before transformers 5.23")
     text, other = torch.cat([ids, ids[:, :28]], dim=1), make_ids(1, 100, seed=5)
     with enable(llama, **SPARSE):
         cache = llama(ids).past_key_values

@@ -120,7 +120,7 @@ def test_a_row_that_is_all_padding_is_finite_and_changes_nothing(build, make_bat
     assert_close(ours[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # a new name in some version
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_stock(llama, make_batch, checkpointing):
     batch = make_batch("left")

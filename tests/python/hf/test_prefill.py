@@ -7,7 +7,6 @@ from hf_helpers import sparse_rows as rows_of
 from transformers import BatchEncoding, DynamicCache
 
 from h2o_prefill import PrefixCache, chunked_prefill, enable, explain
-from h2o_prefill.generation.runs import check_length
 
 
 @pytest.mark.parametrize(
@@ -47,12 +46,6 @@ def test_an_enabled_model_keeps_its_settings_and_calls_are_as_long_as_asked_for(
             chunked_prefill(llama, ids, **RECALL)
 
 
-def test_a_text_that_is_longer_than_the_model_was_made_for(build):
-    model = build("llama", max_position_embeddings=70)
-    with pytest.raises(ValueError, match="must be <= 70, the longest that the model takes, got 71"):
-        check_length(model, 71, "prompt")
-
-
 def test_a_prompt_may_be_lists_or_what_a_tokenizer_returns(llama, ids):
     expected = chunked_prefill(llama, ids, **RECALL).logits
     mask = torch.ones_like(ids)
@@ -76,7 +69,6 @@ TWO = {"input_ids": [1, 2]}
         ({}, "either input_ids or inputs_embeds must be given"),
         ({"input_ids": {"attention_mask": [1]}}, "either input_ids or inputs_embeds must be given"),
         ({"input_ids": [[1, 2], [3]]}, "lists of ints of equal length"),
-        ({"input_ids": ["a"]}, "lists of ints of equal length"),
         ({"input_ids": torch.zeros(1, 1, 72)}, r"input_ids must be \[B, T\] with T >= 1, got \["),
         ({"input_ids": torch.zeros(72)}, r"input_ids must be ints, got torch.float32"),
         ({"input_ids": [[0.5]]}, "token ids must be ints, got floats"),
@@ -87,7 +79,6 @@ TWO = {"input_ids": [1, 2]}
         ({**TWO, "attention_mask": [[0, 1]]}, "attention_mask must be without padding"),
         ({**TWO, "chunks_per_call": 0}, "chunks_per_call must be >= 1, got 0"),
         ({**TWO, "cache": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
-        ({**TWO, "chunk": 3}, "is no setting"),
     ],
 )
 def test_wrong_arguments(llama, arguments, message):
@@ -150,10 +141,3 @@ def test_prefixes_of_short_and_long_prompts_are_kept_apart(llama, ids, shortest)
         assert torch.equal(logits(cache, prompt), logits(alone, prompt))
         again, reused = store.prefill(llama, prompt)
         assert reused == again.get_seq_length() > 0
-
-
-@pytest.mark.parametrize(("least", "rows"), [(None, 32), (30, 0)])
-def test_given_numbers_win(llama, ids, least, rows):
-    with enable(llama, **{**SPARSE, "config": "h2o", "min_prefill": least}):
-        assert sparse_after(llama, ids[:, :16], cache=new_cache(llama)) == rows
-        assert explain(llama).shortest_sparse_prompt is None

@@ -1,12 +1,10 @@
 """A prompt that begins as a stored one gives what it gives without the store."""
 
-import copy
-
 import pytest
 import torch
 from hf_helpers import GREEDY, H2O, LETTERS, RECALL, in_calls, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, PrefixCache, enable
+from h2o_prefill import PrefixCache, enable
 
 ROOM = 1 << 30
 CHUNK = 16
@@ -162,50 +160,6 @@ def test_wrong_arguments(llama, ids):
     # test_prefill.py has all else that is wrong with prompts.
     with enable(llama, **H2O), pytest.raises(ValueError, match=r"must be \[1, T\], got \[2, 72\]"):
         PrefixCache(ROOM).prefill(llama, ids.repeat(2, 1))
-
-
-def in_chunks(model, cache, ids):
-    """Prefill in calls of a chunk; the last one takes what is left of a second.
-
-    Products of linear layers depend in their last bits on the number of tokens of a call.
-    """
-    chunks = max(ids.shape[1] // CHUNK, 1)
-    in_calls(model, cache, ids, [*[CHUNK] * (chunks - 1), ids.shape[1] - CHUNK * (chunks - 1)])
-
-
-def through_a_file(cache, path, model):
-    cache.save(path, model)
-    return ChunkedPrefillCache.load(path, model)
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "file"])
-@pytest.mark.parametrize(
-    "settings",
-    [CHUNKS, f"{CHUNKS},error_threshold=0.01,dense_layers=1", CHUNKS.replace("recommended", "h2o")],
-)
-def test_a_cache_goes_back_to_its_checkpoints(llama, make_ids, tmp_path, settings, way):
-    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
-    with enable(llama, settings):
-        cache = new_cache(llama, checkpoints=True)
-        in_chunks(llama, cache, ids)
-        assert [cache.checkpoint_before(n) for n in (15, 16, 31, 50, 99, 100)] == [
-            *(0, 16, 16, 48, 96, 100)
-        ]
-        llama(ids[:, :1], past_key_values=cache)  # a decoded token
-        for length in (64, 16):
-            branch = through_a_file(cache, path, llama) if way == "file" else copy.deepcopy(cache)
-            assert branch.checkpoint_before(length + 9) == length
-            alone = new_cache(llama, checkpoints=True)
-            in_chunks(llama, alone, ids[:, :length])
-            for one in (branch, cache):
-                one.crop(length - one.get_seq_length())
-            for one in (branch, alone):
-                in_chunks(llama, one, other)
-            for mine, theirs in zip(branch.layers, alone.layers, strict=True):
-                assert mine.keys.equal(theirs.keys) and mine.values.equal(theirs.values)
-            assert branch.checkpoint_before(length + 40) == alone.checkpoint_before(length + 40)
-            logits = [llama(other, past_key_values=one).logits for one in (branch, alone)]
-            assert torch.equal(*logits)
 
 
 def test_without_checkpoints_a_cache_is_exact_at_its_end_alone(llama, make_ids):

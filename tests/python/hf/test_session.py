@@ -205,10 +205,6 @@ CHANGES = {
 
 
 def test_what_is_no_session_is_one_line(llama, path, save):
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        ChunkedPrefillCache.load(path, llama)
-    with pytest.raises(ValueError, match="cannot be read"):
-        ChunkedPrefillCache.load(path.parent, llama)
     with enable(llama, **RECALL):
         save(llama)
     whole, wrong = path.read_bytes(), [b"text"]  # core/test_session.py has other damage
