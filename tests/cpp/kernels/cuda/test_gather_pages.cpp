@@ -5,13 +5,14 @@
 #include <array>
 #include <vector>
 
-#include "cuda_emulation/scheduler.h"
 #include "kernels/cuda/gather_pages.h"
 
 namespace h2o_prefill::testing {
 namespace {
 
-using Unit = float4;
+struct alignas(16) Unit {
+  double first, last;
+};
 
 void gather(int64_t page_size, int64_t units, const std::array<int, 3>& order) {
   constexpr int64_t kPages = 5, kHeads = 3;
@@ -23,10 +24,10 @@ void gather(int64_t page_size, int64_t units, const std::array<int, 3>& order) {
     stride *= sizes[dim];
   }
   std::vector<Unit> pages(stride);
-  for (size_t i = 0; i < pages.size(); ++i) pages[i] = {.x = static_cast<float>(i), .w = 1};
+  for (size_t i = 0; i < pages.size(); ++i) pages[i] = {static_cast<double>(i), 1};
   const std::vector<int32_t> table{3, 0, kPages, 4, -1, 3};
   const int64_t total = std::ssize(table) * page_size - page_size / 2;
-  std::vector<Unit> out(kHeads * total * units, {.x = -7, .w = -7});
+  std::vector<Unit> out(kHeads * total * units, {-7, -7});
   const GatherPagesParams params{.pages = pages.data(),
                                  .num_pages = kPages,
                                  .page_size = page_size,
@@ -44,8 +45,8 @@ void gather(int64_t page_size, int64_t units, const std::array<int, 3>& order) {
     const int64_t page = table[t / page_size], row = t % page_size;
     const bool is_there = page >= 0 && page < kPages;
     const int64_t at = page * strides[0] + head * strides[1] + row * strides[2] + unit;
-    ASSERT_EQ(out[i].x, is_there ? static_cast<float>(at) : 0) << i;
-    ASSERT_EQ(out[i].w, is_there ? 1 : 0) << i;
+    ASSERT_EQ(out[i].first, is_there ? static_cast<double>(at) : 0) << i;
+    ASSERT_EQ(out[i].last, is_there ? 1 : 0) << i;
   }
 }
 
