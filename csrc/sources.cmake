@@ -11,6 +11,7 @@ set(H2O_HOST_SOURCES
     common/crossover.cpp
     common/linear_attention_request.cpp
     common/memory_sets.cpp
+    common/paged_request.cpp
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
@@ -29,6 +30,7 @@ set(H2O_HOST_SOURCES
     kernels/composite/chunkwise_linear_attention.cpp
     kernels/composite/dense_attention.cpp
     kernels/composite/error_rows.cpp
+    kernels/composite/gather_pages.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
     kernels/composite/linear_scan.cpp
@@ -52,6 +54,7 @@ set(H2O_HOST_SOURCES
     ops/merge_states.cpp
     ops/pack_linear.cpp
     ops/packed_embedding.cpp
+    ops/paged_sparse_attention.cpp
     ops/prefill_attention.cpp
     ops/recall_at_position.cpp
     ops/select_memory.cpp
@@ -96,6 +99,7 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
     kernels/cuda/error_rows.cu
+    kernels/cuda/gather_pages.cu
     kernels/cuda/intra_chunk_attention_kernel.cpp
     kernels/cuda/lexical_recall_kernel.cpp
     kernels/cuda/memory_attention_kernel.cpp

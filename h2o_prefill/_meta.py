@@ -125,6 +125,17 @@ def _(a: Any) -> Tensor:
     return _empty_heads(a.q, a.cache_value.shape[3])
 
 
+@_fake("paged_sparse_attention_")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    config = _settings(a.settings)
+    is_sparse = config.is_sparse(a.layer, 0, config.sparse_from())
+    shape = a.checkpoints if is_sparse else 0, 1, a.key_pages.shape[1]
+    size = config.of_layer(a.layer).memory_size()
+    memory = a.q.new_empty(*shape, size, dtype=torch.int32)
+    scores = a.q.new_empty(*shape, size, dtype=score_dtype(a.q))
+    return memory, scores, a.q.new_empty(*shape, 4, dtype=torch.float32)
+
+
 @_fake("accumulate_scores_", "advance_position_")
 def _(a: Any) -> None:
     pass

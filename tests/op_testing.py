@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,6 +61,30 @@ def make_qkv(
     )
 
 
+# The order in memory of layers, pages (blocks), rows (N), heads and contents, as engines have them;
+# at last one whose rows are not contiguous.
+PAGE_LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BNLHC", "BHLNC", "LBHCN")
+
+
+def in_pages(
+    key: Tensor, value: Tensor, size: int, layout: str = "LBHNC"
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return pages [pages, Hkv, size, D] of keys and values [1, Hkv, T, D], and their table.
+
+    The cache has two layers, a few pages more, and NaN where there is no token.
+    """
+    (_, heads, tokens, dim), contents = key.shape, torch.cat([key, value], 3)[0]
+    count = -(-tokens // size)
+    sizes = {"L": 2, "B": count + 3, "N": size, "H": heads, "C": contents.shape[2]}
+    cache = contents.new_full([sizes[x] for x in layout], torch.nan)
+    pages = cache.permute([layout.index(x) for x in "LBHNC"])[1]
+    table = torch.randperm(count + 3, generator=torch.Generator().manual_seed(size))[:count]
+    table = table.to(key.device)
+    rows = pad(contents, (0, 0, 0, count * size - tokens), value=torch.nan)
+    pages[table] = rows.unflatten(1, (count, size)).transpose(0, 1)
+    return (pages[..., :dim], pages[..., dim:]), table
+
+
 def settings_text(**fields: Any) -> str:
     """Return "h2o" with some fields changed, as the operators take settings."""
     return ",".join(["h2o", *(f"{name}={value}" for name, value in fields.items())])
@@ -72,6 +98,19 @@ def recall_text(chunk_size: int, matches: int, **fields: Any) -> str:
 def widened(arguments: Iterable[Any]) -> list[Any]:
     """Return arguments of an operator with every floating-point tensor in float64."""
     return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises where the host would wait for a device."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, options = function.name(), kwargs or {}
+        waits = any(x in name for x in ("_local_scalar_dense", "masked_select", "nonzero"))
+        copies = "copy" in name and "cpu" in str(options.get("device"))
+        assert not waits and not copies, (name, options)
+        return function(*args, **options)
 
 
 def saved_and_loaded(value: Any, through: Any = torch, **options: Any) -> Any:

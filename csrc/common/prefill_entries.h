@@ -84,4 +84,37 @@ at::Tensor prefill_attention_entry(
   return attend_densely(row);
 }
 
+// h2o_prefill::paged_sparse_attention_: of one request in pages, from a checkpoint to others;
+// sparse in every call, except in dense layers and by exact settings.
+template <SparseAttention attend, Attention attend_densely, GatherPages gather>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> paged_sparse_attention_entry(
+    const at::Tensor& q, const at::Tensor& key_pages, const at::Tensor& value_pages,
+    const at::Tensor& page_table, int64_t total, at::Tensor& out, const OptionalTensor& memory,
+    const OptionalTensor& scores, const OptionalTensor& errors,
+    const OptionalTensor& recall_offsets, const OptionalTensor& recall_positions,
+    const OptionalTensor& recall_visible_from, int64_t layer, std::string_view settings,
+    int64_t checkpoints, std::optional<double> scale) {
+  const PlacedCall call = place_paged_call(
+      q, key_pages, value_pages, page_table, total, out,
+      {or_undefined(memory), or_undefined(scores), or_undefined(errors)},
+      {.layer = layer,
+       .settings = settings,
+       .scale = scale,
+       .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from)},
+      checkpoints, gather);
+  const PrefillRequest& request = call.request;
+  if (call.is_sparse && !request.is_empty()) {
+    out.copy_(attend_sparsely<attend, attend_densely>(request));
+  } else {  // By chunks too, so that calls may be cut there.
+    for_each_chunk(request, [&](const RowRange& rows) {
+      AttentionArguments chunk = request;
+      chunk.query = request.query.narrow(2, rows.begin, rows.count);
+      chunk.key = request.key.narrow(2, 0, rows.position() + rows.count);
+      chunk.value = request.value.narrow(2, 0, rows.position() + rows.count);
+      out.narrow(2, rows.begin, rows.count).copy_(attend_densely(chunk));
+    });
+  }
+  return {request.checkpoints.memory, request.checkpoints.scores, request.checkpoints.errors};
+}
+
 }  // namespace h2o_prefill

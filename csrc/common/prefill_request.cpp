@@ -171,8 +171,8 @@ void check_checkpoints(const PrefillRequest& request) {
                     "together");
   const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
                          int64_t width) {
-    const std::vector<int64_t> sizes{request.num_checkpoints(), request.key.size(0),
-                                     request.key.size(1), width};
+    const std::vector<int64_t> sizes{request.length() / request.settings.chunk_size,
+                                     request.key.size(0), request.key.size(1), width};
     TORCH_CHECK_VALUE(x.sizes() == sizes && x.is_contiguous(), name, " must be contiguous ", sizes,
                       ", got shape ", x.sizes());
     check_dtype(name, x, dtype);

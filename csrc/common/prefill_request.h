@@ -47,6 +47,7 @@ struct PrefillRequest : AttentionArguments {
   at::Tensor errors = {};
   int64_t last_chunk_begin = 0;
   Checkpoints checkpoints = {};  // written, where they are defined
+  int64_t first_checkpoint = 0;  // the chunk at whose end the first of them is
 
   RecallLists recall = {};
   PrefillConfig settings = {};  // of the layer
@@ -72,17 +73,18 @@ struct PrefillRequest : AttentionArguments {
   int64_t largest_step() const { return std::max(largest_chunk(), past() - last_chunk_begin); }
   // Whether any chunk has something before it, so that memory sets are selected.
   bool selects() const { return past() > 0 || length() > settings.chunk_size; }
+  int64_t num_chunks() const { return divide_up(length(), settings.chunk_size); }
   int64_t num_checkpoints() const {
-    return checkpoints.memory.defined() ? length() / settings.chunk_size : 0;
+    return checkpoints.memory.defined() ? checkpoints.memory.size(0) : 0;
   }
   bool ends_at_checkpoint() const {
-    return num_checkpoints() > 0 && length() % settings.chunk_size == 0;
+    return num_checkpoints() > 0 && first_checkpoint + num_checkpoints() == num_chunks();
   }
   // Calls write(memory) for the memory sets of the checkpoint at a row of the call, int32 [B, Hkv,
   // memory_size()], and copies their scores and errors, if the caller wants one there.
   template <typename Write>
   void keep_checkpoint(int64_t row, const Write& write) const {
-    const int64_t number = row / settings.chunk_size - 1;
+    const int64_t number = divide_up(row, settings.chunk_size) - 1 - first_checkpoint;
     if (number < 0 || number >= num_checkpoints()) return;
     write(checkpoints.memory.select(0, number));
     fill_checkpoint(number);
@@ -134,6 +136,17 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x);
 PlacedCall place_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const LayerOptions& options, const Checkpoints& checkpoints);
+
+// Copies the rows of `total` tokens out of pages [pages, H, size, D], by the numbers of the pages,
+// to [1, H, total, D].
+using GatherPages = at::Tensor (*)(const at::Tensor& pages, const at::Tensor& table, int64_t total);
+
+// Checks the arguments of paged_sparse_attention_(), and gathers its keys and values. A call in a
+// dense layer, or by exact settings, has no checkpoints.
+PlacedCall place_paged_call(const at::Tensor& query, const at::Tensor& key_pages,
+                            const at::Tensor& value_pages, const at::Tensor& table, int64_t total,
+                            const at::Tensor& out, const Checkpoints& state,
+                            const LayerOptions& options, int64_t checkpoints, GatherPages gather);
 
 // The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {

@@ -43,9 +43,9 @@ TORCH_LIBRARY_IMPL(h2o_prefill, Autograd, m) {
   for (const char* name :
        {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory",
         "accumulate_scores_", "gather_rows", "dense_attention", "sliding_window_attention",
-        "chunked_sparse_attention", "prefill_attention_", "advance_position_", "lexical_recall",
-        "recall_at_position", "chunkwise_linear_attention_backward", "pack_linear", "linear",
-        "packed_embedding"}) {
+        "chunked_sparse_attention", "prefill_attention_", "paged_sparse_attention_",
+        "advance_position_", "lexical_recall", "recall_at_position",
+        "chunkwise_linear_attention_backward", "pack_linear", "linear", "packed_embedding"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&inference_only>());
   }
 }

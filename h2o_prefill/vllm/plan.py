@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,13 +19,15 @@ from torch.nn.functional import pad
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
+from h2o_prefill.functional import NO_RECALL, RecallLists, paged_sparse_attention_
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
 from h2o_prefill.vllm.state import Checkpoints, PromptState
 
 # Settings by which a request stays with the engine's own kernel, and by which nothing is lost.
 DENSE, EXACT = "dense", "exact"
+
+Pages = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,9 @@ class Rules:
         return past if anywhere else past // size * size
 
     def cut(self, past: int, total: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a row: it is cut at chunks, and where a prompt of `length` ends."""
-        while past < total:
-            stop = length if past < length else total
-            end = min(total, stop, (past // self.chunk_size + 1) * self.chunk_size)
-            yield past, end
-            past = end
+        """Yield the pieces of a row: the rest of a chunk, whole ones, and what follows a prompt."""
+        stop, size = min(total, length), self.chunk_size
+        return itertools.pairwise(sorted({past, min(-(-past // size) * size, stop), stop, total}))
 
 
 @dataclass
@@ -141,30 +141,32 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """Tokens of a row, at most a chunk; without states they attend densely.
+    """Tokens of a row that one call attends with, from a state or, by exact settings, densely.
 
     Keys and values between the state and the piece were found in the cache.
     """
 
     begin: int
     end: int
-    before: PromptState | None = None
-    after: PromptState | None = None
+    before: PromptState
+    after: Sequence[PromptState] = ()  # at the last ends of its chunks
     recall: RecallLists = NO_RECALL
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the output of one layer for the piece, and keep the layer's state."""
-        before, after = self.before, self.after
-        if before is None or after is None or layer in before.config.dense_layers:
-            return ops.dense_attention(q, k, v, scale)
-        config, state = before.config.of_layer(layer), before.at(layer)
-        # Rows do not depend on others: queries of the tokens that were found may be any.
-        found = self.begin - before.length
-        q = pad(q, (0, 0, found, 0))
-        out, state = sparse_attention(q, k, v, state, config, self.recall, scale)
-        if after is not before:
-            after.keep(layer, state)
-        return out[:, :, found:]
+    def attend(
+        self, layer: int, q: Tensor, pages: Pages, page_table: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Attend with one layer's queries of the piece, and keep the layer's states."""
+        before, cached = self.before, self.begin - self.before.length
+        rows = out
+        if cached:  # Rows do not depend on others: queries of tokens in the cache may be any.
+            q, rows = (pad(x, (0, 0, cached, 0)) for x in (q, out))
+        state, settings = before.layers.get(layer), before.config.to_string()
+        options = layer, settings, len(self.after), self.recall, scale
+        states = paged_sparse_attention_(q, pages, page_table, self.end, rows, state, *options)
+        if cached:
+            out.copy_(rows[:, :, cached:])
+        for after, *checkpoint in zip(self.after, *states, strict=False):  # none of a dense layer
+            after.layers[layer] = tuple(checkpoint)
 
 
 @dataclass
@@ -177,17 +179,17 @@ class Row:
     pieces: list[Piece]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
+        self, layer: int, query: Tensor, pages: Pages, page_table: Tensor, scale: float, out: Tensor
     ) -> None:
-        """Attend with one layer's queries [1, Hq, T, D]; keep its state, write out [T, Hq, D].
+        """Attend with one layer's queries [1, Hq, T, D], keep its states, write out like query.
 
-        `key` and `value` [1, Hkv, total, D] are of the whole history.
+        `pages`, keys and values [pages, Hkv, size, D], hold the whole history as `page_table` says.
         """
         for piece in self.pieces:
-            rows = slice(piece.begin - self.past, piece.end - self.past)
-            history = key[:, :, : piece.end], value[:, :, : piece.end]
-            done = piece.attend(layer, query[:, :, rows], *history, scale)
-            out[rows] = done[0].transpose(0, 1)
+            q, rows = (
+                x[:, :, piece.begin - self.past : piece.end - self.past] for x in (query, out)
+            )
+            piece.attend(layer, q, pages, page_table, scale, rows)
 
 
 class Planner:
@@ -243,13 +245,14 @@ class Planner:
             return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse
-        pieces = []
+        exact, pieces = PrefillConfig.parse(f"{EXACT},chunk_size={self.rules.chunk_size}"), []
         for begin, end in self.rules.cut(past, total, len(prompt.tokens)):
-            piece = Piece(begin, end)
             if state is not None and begin < len(prompt.tokens):
-                piece = self._sparse_piece(prompt, state, begin, end)
-                state = piece.after
-            kind = "sparse" if piece.after else "lost" if lost else "exact"
+                kind, piece = "sparse", self._sparse_piece(prompt, state, begin, end)
+                state = piece.after[-1] if piece.after else state
+            else:
+                kind = "lost" if lost else "exact"
+                piece = Piece(begin, end, PromptState(exact, begin))
             self.counters[f"{kind}_tokens"] += end - begin
             pieces.append(piece)
         if prompt.choice.is_sparse:
@@ -259,18 +262,20 @@ class Planner:
         return Row(index, past, total, pieces)
 
     def _sparse_piece(self, prompt: Prompt, state: PromptState, begin: int, end: int) -> Piece:
-        """Return a piece that goes on from a state; the one after it is the last complete one."""
+        """Return a piece that goes on from a state."""
         config, size, lists = state.config, self.rules.chunk_size, NO_RECALL
         if config.recall:
             text = self._token_text() if config.recall_characters else None
             tokens = torch.tensor([prompt.tokens[:end]])
             lists = ops.lexical_recall(tokens, state.length, config, text)
         if begin > state.length:
-            return Piece(begin, end, state, state, lists)
+            return Piece(begin, end, state, recall=lists)
         aligned = state.aligned and begin % size == 0
-        after = PromptState(config, end, aligned)
-        if aligned and end % size == 0:
-            self.checkpoints.put(prompt.key(end, size), after)
+        inside = range(begin + size, end, size) if aligned and self.checkpoints.max_bytes else ()
+        after = [PromptState(config, x, aligned) for x in (*inside, end)]
+        for one in after:
+            if aligned and one.length % size == 0:
+                self.checkpoints.put(prompt.key(one.length, size), one)
         return Piece(begin, end, state, after, lists)
 
     def _state_at(self, prompt: Prompt, past: int) -> PromptState | None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import LayerState
+from h2o_prefill.functional import Checkpoint
 
 
 @dataclass
 class PromptState:
     """State of all layers after the first `length` tokens of a prompt.
 
-    Layers fill in while the engine runs the step that ends at `length`. At a multiple of the chunk
-    size they hold a checkpoint, elsewhere the scores of all tokens.
+    Layers fill in while the engine runs the step that ends there or later.
     """
 
     config: PrefillConfig
@@ -25,32 +23,24 @@ class PromptState:
     # Whether all calls so far began at multiples of the chunk size: the state is then a function of
     # the tokens alone, and other prompts may go on from it.
     aligned: bool = True
-    layers: dict[int, Any] = field(default_factory=dict)
-
-    def at(self, layer: int) -> Any:
-        """Return the `LayerState` of a layer, None before the first token."""
-        if self.length == 0:
-            return None
-        state = self.layers[layer]
-        return LayerState.at_checkpoint(self.length, *state) if isinstance(state, tuple) else state
-
-    def keep(self, layer: int, state: Any) -> None:
-        """Keep the state of a layer after `length` tokens."""
-        if self.length % self.config.chunk_size == 0:
-            state = state.checkpoint(layer, self.config.to_string())
-        self.layers[layer] = state
+    layers: dict[int, Checkpoint] = field(default_factory=dict)  # those that are sparse
 
     @property
     def errors(self) -> list[Tensor]:
         """The errors of all layers so far, each float32 [1, Hkv, 4]."""
-        return [x[2] if isinstance(x, tuple) else x.errors for x in self.layers.values()]
+        return [errors for _, _, errors in self.layers.values()]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        states = self.layers.values()
-        tensors = [x if isinstance(x, tuple) else x.tensors() for x in states]
-        return sum(x.nbytes for one in tensors for x in one)
+        return sum(x.nbytes for layer in self.layers.values() for x in layer)
+
+    def trim(self) -> None:
+        """Copy the tensors without absent members, away from the other checkpoints of a call."""
+        for layer, (memory, scores, errors) in self.layers.items():
+            width = int((memory >= 0).sum(2).max())
+            memory, scores = memory[:, :, :width].clone(), scores[:, :, :width].clone()
+            self.layers[layer] = memory, scores, errors.clone()
 
 
 class Checkpoints:
@@ -94,8 +84,10 @@ class Checkpoints:
         return self._states.get(key)
 
     def settle(self) -> None:
-        """Count the states of the last step, and remove what is too much."""
-        self.nbytes += sum(self._states[key].nbytes for key in self._uncounted)
+        """Trim and count the states of the last step, and remove what is too much."""
+        for key in self._uncounted:
+            self._states[key].trim()
+            self.nbytes += self._states[key].nbytes
         self._uncounted.clear()
         while self._states and self.nbytes > self.max_bytes:
             _, state = self._states.popitem(last=False)

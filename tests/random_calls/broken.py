@@ -21,6 +21,7 @@ INT64_MAX = 2**63 - 1
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "begin": (-1, INT64_MAX),
     "block": (0, -1, INT64_MAX),
+    "checkpoints": (-1, INT64_MAX),
     "chunk_begin": (-1, INT64_MAX),
     "chunk_end": (-1, 2**31, INT64_MAX),
     "chunk_size": (0, -1, -INT64_MAX - 1),
@@ -55,6 +56,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "sink_tokens": (-1, -INT64_MAX - 1, INT64_MAX),
     "softcap": (-1.0, float("inf"), float("nan")),
     "span": (0, 1025, INT64_MAX),
+    "total": (-1, INT64_MAX),
     "window": (0, -1, -INT64_MAX - 1),
 }
 
@@ -65,6 +67,7 @@ OTHER_DTYPES = {
         "w": ("int64", "float32", "float64"),
         "i": ("int64", "float32"),
         "l": ("int32",),
+        "t": ("float32",),
         "f": ("int64",),
         "s": ("int64", "float64"),
     },
@@ -215,6 +218,19 @@ def _buffers(a: Arguments) -> Changes:
     return changes
 
 
+def _paged(a: Arguments) -> Changes:
+    """Break the pages and the state of one request."""
+    total, table, count = a["total"], a["page_table"], a["key_pages"].shape[0]
+    changes = _positions(a, "memory", total - a["q"].shape[2]) | _recall(a, total) | _errors(a)
+    if a["memory"]:
+        changes["a state in part"] = {"scores": None}
+    for page in (-1, count) if table.values else ():
+        changes[f"page {page} of {count}"] = {
+            "page_table": replace(table, values=(page, *table.values[1:]))
+        }
+    return changes
+
+
 def _linear(a: Arguments) -> Changes:
     decay, state = a["log_decay"], a["initial_state"]
     longer = {x: resized(a[x], 2, a[x].shape[2] + 1) for x in ("k", "v")}
@@ -343,6 +359,7 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
     "memory_attention": lambda a: (
         _attention(a) | _positions(a, "indices", a["k"].shape[2], "dense")
     ),
+    "paged_sparse_attention_": _paged,
     "prefill_attention_": _buffers,
     "recall_at_position": lambda a: {
         "token_ids has no room": {"num_tokens": a["token_ids"].shape[1] + 1}

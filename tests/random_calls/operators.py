@@ -28,7 +28,7 @@ CHECKPOINTS = ("checkpoint_memory", "checkpoint_scores", "checkpoint_errors")
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
 # are the same, a digit is itself, and _ is any. x is the dtype of the queries, a the one they are
-# accumulated in, f any floating-point dtype, s float32, i int32, l int64 and w packed weights.
+# accumulated in, f any floating-point dtype, s float32, i int32, l int64, t i or l, w packed ones.
 TENSORS = {
     name: {tensor: spec for tensor, spec in (x.split(":") for x in tensors.split())}
     for name, tensors in {
@@ -51,6 +51,10 @@ TENSORS = {
         "pack_linear": "weight:x__",
         "packed_embedding": "packed:w___ scales:s_",
         "merge_states": "out_a:xBHTE lse_a:aBHT out_b:xBHTE lse_b:aBHT",
+        "paged_sparse_attention_": (
+            "q:x1HTD key_pages:xNGZD value_pages:xNGZE page_table:t_ out:x1HTE memory:i1GM "
+            "scores:a1GM errors:s1G4"
+        ),
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
             "position:l2 sinks:fH errors:sBG4 checkpoint_memory:iNBGM checkpoint_scores:aNBGM "
@@ -234,6 +238,31 @@ def _prefill_in_place(p: Problem) -> Arguments:
     }
 
 
+def _paged(p: Problem) -> Arguments:
+    p = p.resized(B=1)
+    size, count = p.draw.choice([1, 16, 48]), p.draw.integer(1, 3)
+    used = -(-p["S"] // size)
+    pages = p.resized(N=used + count, Z=size)
+    state: Arguments = dict.fromkeys(("memory", "scores", "errors"))
+    if p["P"] and "errors" not in p.fixed and p.draw.chance(0.7):
+        memory = p.positions(p["P"], p.draw.integer(0, 40))
+        scores = p.resized(M=memory.shape[2]).tensor("aBGM", "positive")
+        state = {"memory": memory, "scores": scores, "errors": p.errors()}
+    table = tuple(p.draw.sample(used, pages["N"]))
+    return {
+        "q": p.tensor("xBHTD"),
+        "key_pages": pages.tensor("xNGZD"),
+        "value_pages": pages.tensor("xNGZE"),
+        "page_table": Ints(table, (used,), p.draw.choice(["int32", "int64"])),
+        "total": p["S"],
+        "out": p.tensor("xBHTE"),
+        **state,
+        **p.recall(),
+        "settings": settings_text(p.draw, p.config),
+        "checkpoints": p.draw.integer(0, -(-p["T"] // p.config.chunk_size)),
+    }
+
+
 def _select_memory(p: Problem) -> Arguments:
     scored = p["S"] if p.draw.chance(0.5) else p.draw.integer(0, p["S"] + 5)
     fill = p.draw.choice(["positive", "ties", "nan", "inf", "-inf"])
@@ -355,6 +384,7 @@ GROUPS: dict[str, Callable[[Problem], Arguments]] = {
     "pack_linear": lambda p: {"weight": p.tensor("xED")},
     "packed_embedding": _packed_embedding,
     "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
+    "paged_sparse_attention_": _paged,
     "prefill_attention_": _prefill_in_place,
     "recall_at_position": lambda p: {"num_tokens": p.draw.integer(0, p["T"])},
     "select_memory": _select_memory,

@@ -235,8 +235,8 @@ def test_without_settings_the_plugin_does_nothing(monkeypatch, logged):
 
 
 def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, logged):
-    gather = backend.gather
-    monkeypatch.setattr(backend, "gather", lambda *given: [x.flip(3) for x in gather(*given)])
+    pages_of = backend.pages_of
+    monkeypatch.setattr(backend, "pages_of", lambda cache: [x.flip(3) for x in pages_of(cache)])
     engine = make_engine(folder)
     assert "pages of another layout: attention stays vLLM's" in str(logged)
     answer, counted = engine.counted(tokens(LENGTH))

@@ -125,6 +125,8 @@ TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
          &chunked_sparse_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention_", &prefill_attention_entry<chunked_sparse_attention, dense_attention,
                                                         sliding_window_attention>);
+  m.impl("paged_sparse_attention_",
+         &paged_sparse_attention_entry<chunked_sparse_attention, dense_attention, gather_pages>);
 }
 
 }  // namespace h2o_prefill::composite

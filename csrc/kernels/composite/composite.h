@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <type_traits>
+
 #include "common/prefill_request.h"
 #include "h2o_prefill/ops.h"
 
@@ -15,6 +17,7 @@ decltype(h2o_prefill::select_memory) select_memory;
 decltype(h2o_prefill::accumulate_scores_) accumulate_scores_;
 decltype(h2o_prefill::gather_rows) gather_rows;
 decltype(h2o_prefill::linear) linear;
+std::remove_pointer_t<GatherPages> gather_pages;
 
 AttentionResult intra_chunk_attention(const AttentionArguments& x, int64_t chunk_size);
 AttentionResult memory_attention(const AttentionArguments& x, const at::Tensor& indices);

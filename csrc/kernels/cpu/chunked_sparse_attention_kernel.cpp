@@ -76,6 +76,9 @@ TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
   m.impl("prefill_attention_",
          &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu,
                                   sliding_window_attention_cpu>);
+  m.impl("paged_sparse_attention_",
+         &paged_sparse_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu,
+                                       composite::gather_pages>);
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/composite/composite.h"
+#include "kernels/cuda/gather_pages.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
@@ -43,6 +45,31 @@ bool has_attention_kernel(const AttentionArguments& x) {
 
 at::Tensor with_aligned_rows(const at::Tensor& t) {
   return t.numel() == 0 || has_aligned_rows(t) ? t : t.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor gather_pages_cuda(const at::Tensor& pages, const at::Tensor& table, int64_t total) {
+  const int64_t row_bytes = pages.size(3) * pages.element_size();
+  if (!has_aligned_rows(pages) || row_bytes % kAlignment ||
+      row_bytes > kGatherThreads * kAlignment) {
+    return composite::gather_pages(pages, table, total);
+  }
+  const c10::cuda::CUDAGuard guard(pages.device());
+  const auto numbers = table.to(at::kInt).contiguous();
+  auto out = at::empty({1, pages.size(1), total, pages.size(3)}, pages.options());
+  const auto units = [&](int64_t elements) { return elements * pages.element_size() / kAlignment; };
+  const GatherPagesParams params{.pages = pages.const_data_ptr(),
+                                 .num_pages = pages.size(0),
+                                 .page_size = pages.size(2),
+                                 .stride_page = units(pages.stride(0)),
+                                 .stride_head = units(pages.stride(1)),
+                                 .stride_row = units(pages.stride(2)),
+                                 .table = numbers.const_data_ptr<int32_t>(),
+                                 .out = out.mutable_data_ptr(),
+                                 .heads = pages.size(1),
+                                 .total = total,
+                                 .row_units = units(pages.size(3))};
+  C10_CUDA_CHECK(launch_gather_pages(params, c10::cuda::getCurrentCUDAStream()));
+  return out;
 }
 
 AttendForwardParams attention_call(const AttentionArguments& x, const at::Tensor& out,

@@ -23,6 +23,9 @@ bool has_attention_kernel(const AttentionArguments& x);
 // contiguous copy.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
+// As GatherPages.
+at::Tensor gather_pages_cuda(const at::Tensor& pages, const at::Tensor& table, int64_t total);
+
 // Common to all passes of a call, for all its rows; the last one stands at the last key.
 // x: with aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it.
 AttendForwardParams attention_call(const AttentionArguments& x, const at::Tensor& out,

@@ -186,6 +186,9 @@ TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("prefill_attention_",
          &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda,
                                   sliding_window_attention_cuda>);
+  m.impl("paged_sparse_attention_",
+         &paged_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda,
+                                       gather_pages_cuda>);
 }
 
 }  // namespace

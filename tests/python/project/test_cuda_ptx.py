@@ -27,7 +27,7 @@ def programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["attention", "chunk_end"])
+@pytest.mark.parametrize("program", ["attention", "chunk_end", "gather_pages"])
 def test_translated_ptx_passes_the_tests_of_the_kernels(programs, program):
     path = programs / f"ptx_{program}"
     symbols = subprocess.run(["nm", "-C", path], check=True, capture_output=True, text=True).stdout

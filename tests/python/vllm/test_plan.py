@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from op_testing import NoWaits, in_pages
 
 from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.state import LayerState, estimated_kl, no_errors
@@ -67,7 +68,9 @@ def step(planner, *batch, tokens=None):
         outputs[row.index] = out = torch.full((LAYERS, total - past, HEADS, DIM), torch.nan)
         for layer in range(LAYERS):
             q, k, v = rows_of((tokens or prompt.tokens)[:total], layer)
-            row.attend(layer, q[:, :, past:], k, v, SCALE, out[layer])
+            rows = q[:, :, past:], *in_pages(k, v, size=16), SCALE, out[layer].transpose(0, 1)[None]
+            with NoWaits():
+                row.attend(layer, *rows)
     return outputs
 
 
@@ -210,7 +213,8 @@ def test_steps_end_at_chunks():
     }
     for (past, total, length), end in cases.items():
         assert rules.end_of_step(past, total, length) == end
-    assert list(rules.cut(20, 110, 80)) == [(20, 32), (32, 64), (64, 80), (80, 96), (96, 110)]
+    assert list(rules.cut(20, 110, 80)) == [(20, 32), (32, 80), (80, 110)]
+    assert list(rules.cut(32, 40, 80)) == [(32, 40)]
 
 
 def test_settings_of_requests():

@@ -1,0 +1,27 @@
+// A thread copies 16 bytes.
+#pragma once
+
+#include "kernels/cuda/gather_pages.h"
+#include "kernels/host_device.h"
+
+namespace h2o_prefill::gather_pages {
+
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_pages_kernel(__grid_constant__ const GatherPagesParams p) {
+  const int units = static_cast<int>(p.row_units), rows = kGatherThreads / units;
+  const int row = static_cast<int>(threadIdx.x) / units;
+  const int unit = static_cast<int>(threadIdx.x) % units;
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * rows + row, head = blockIdx.y;
+  if (row >= rows || t >= p.total) return;
+  // Divisions of 64 bits would take longer than the copy.
+  const auto position = static_cast<uint32_t>(t), size = static_cast<uint32_t>(p.page_size);
+  const int64_t page = p.table[position / size];
+  float4 copy{};
+  if (page >= 0 && page < p.num_pages) {
+    copy = static_cast<const float4*>(p.pages)[page * p.stride_page + head * p.stride_head +
+                                               position % size * p.stride_row + unit];
+  }
+  static_cast<float4*>(p.out)[(head * p.total + t) * units + unit] = copy;
+}
+
+}  // namespace h2o_prefill::gather_pages
