@@ -1,22 +1,26 @@
-"""vLLM's attention on CPUs, which leaves rows of long prompts to this library."""
+"""What leaves rows of long prompts to this library, over vLLM's attention on any device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention as Layer
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends import cpu_attn
 
+from h2o_prefill.functional import RecallLists
 from h2o_prefill.vllm import runner
-from h2o_prefill.vllm.plan import Row
-from h2o_prefill.vllm.runner import logger, refused
+from h2o_prefill.vllm.plan import Pages, Row
+from h2o_prefill.vllm.runner import first_of, logger, refused
+
+# Of the classes below, which are bases of classes with vLLM's behind them.
+Base: Any = object
 
 
 @dataclass
@@ -30,75 +34,88 @@ class Plan:
     rest_tokens: Tensor  # of the batch
 
 
-class Backend(cpu_attn.CPUAttentionBackend):
-    """vLLM's backend, under its own name, with the builder and the attention below."""
+class Builder(Base):
+    """Adds a plan to the metadata of a step."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Attention
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return Builder
-
-
-class Builder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Adds a plan to vLLM's metadata of a step."""
+    # vLLM would copy the metadata of one group of layers for another, whose pages are others.
+    supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Layer, self.layer_names)
-        ours = [name for name, layer in layers.items() if getattr(layer.impl, "is_ours", False)]
-        reason = None
-        if ours and not _reads_pages(self):
-            reason = "pages of another layout"
-        elif any(sum(part.isdecimal() for part in name.split(".")) != 1 for name in ours):
-            reason = "layers without a number"
-        if reason is not None:
-            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
-            for name in ours:
-                layers[name].impl.is_ours = False
-        self._is_ours = bool(ours) and reason is None
+        ours = {name: x for name, x in layers.items() if getattr(x.impl, "is_ours", False)}
+        count = self.vllm_config.model_config.get_total_num_hidden_layers()
+        spec = self.kv_cache_spec
+        is_chunked = getattr(spec, "attention_chunk_size", None) is not None
+        is_other = bool(ours) and not self.reads_pages()
+        for name, layer in ours.items():
+            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+            reasons = {
+                "pages of another layout": is_other,
+                "local attention": is_chunked,
+                "layers without a number": len(numbers) != 1,
+                "layers of a draft model": numbers and numbers[0] >= count,
+            }
+            layer.impl.is_ours = is_ours(first_of(reasons))
+        self._is_ours = any(layer.impl.is_ours for layer in ours.values())
+
+    def reads_pages(self) -> bool:
+        """Return whether `Attention.pages_of` reads back what vLLM writes."""
+        return True
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:
-        common = common_attn_metadata
-        metadata = super().build(common_prefix_len, common, **kwargs)
-        metadata.h2o_prefill = None
-        if not self._is_ours or common.causal is not True or common.mm_req_doc_ranges:
-            return metadata
-        bounds = common.query_start_loc_cpu[: common.num_reqs + 1]
-        lengths, totals = bounds.diff(), common.seq_lens[: common.num_reqs].tolist()
-        steps = runner.current
-        if steps is not None and (rows := steps.rows(lengths.tolist(), totals)):
-            is_other = torch.ones(common.num_reqs, dtype=torch.bool)
-            is_other[[row.index for row in rows]] = False
-            tokens = is_other.repeat_interleave(lengths).nonzero().flatten()
-            rest = None
-            if is_other.any():
-                rest = super().build(0, _of_requests(common, is_other, tokens), **kwargs)
-            blocks = common.block_table_tensor
-            metadata.h2o_prefill = Plan(rows, bounds.tolist(), blocks, rest, tokens)
+        metadata = super().build(common_prefix_len, common_attn_metadata, **kwargs)
+        metadata.h2o_prefill = self._plan(common_attn_metadata) if self._is_ours else None
         return metadata
 
+    def _plan(self, common: Any) -> Plan | None:
+        # The lengths that the host knows, which are right for prompts: nothing waits for a device.
+        totals, count, steps = common.seq_lens_cpu_upper_bound, common.num_reqs, runner.current
+        is_causal = common.causal is True and not common.mm_req_doc_ranges
+        if steps is None or totals is None or not is_causal:
+            return None
+        starts = common.query_start_loc_cpu[: count + 1].tolist()
+        lengths = [end - begin for begin, end in pairwise(starts)]
+        rows = steps.rows(lengths, totals[:count].tolist())
+        if not rows:
+            return None
+        ours = {row.index for row in rows}
+        others = [index for index in range(count) if index not in ours]
+        tokens = [x for index in others for x in range(starts[index], starts[index + 1])]
+        rest, device = None, common.seq_lens.device
+        for piece in (piece for row in rows for piece in row.pieces):
+            piece.recall = _moved(piece.recall, device)
+        positions = async_tensor_h2d(tokens, device, dtype=torch.int64)
+        if others:
+            part = _of_requests(common, others, [lengths[index] for index in others], positions)
+            # As drafts do: vLLM has one buffer for the schedule of a step, which the batch has.
+            rest = super().build(0, part, fast_build=True)
+        return Plan(rows, starts, common.block_table_tensor, rest, positions)
 
-class Attention(cpu_attn.CPUAttentionBackendImpl):
+
+class Attention(Base):
     """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reasons = {
+        reason = first_of(self.reasons()) or refused(get_current_vllm_config())
+        self.is_ours = is_ours(reason)
+
+    def reasons(self) -> dict[str, object]:
+        """Return for which reasons the layer stays vLLM's, and whether they hold."""
+        return {
             "layers of encoders": self.attn_type != AttentionType.DECODER,
-            "pages of 8 bits": self.is_fp8_kv_cache,
+            "pages of 8 bits": self.kv_cache_dtype.startswith("fp8"),
             "ALiBi": self.alibi_slopes is not None,
-            "sliding windows": self.sliding_window != -1,
-            "capped logits": bool(self.logits_soft_cap),
+            "sliding windows": self.sliding_window not in (-1, (-1, -1)),
+            "capped logits": self.logits_soft_cap,
             "attention sinks of the model": self.sinks is not None,
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        reason = reason or refused(get_current_vllm_config())
-        self.is_ours = reason is None
-        if reason is not None:
-            logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+
+    @staticmethod
+    def pages_of(kv_cache: Tensor) -> Pages:
+        """Return views of keys and values [pages, Hkv, size, D]."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -112,15 +129,19 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         *scales: Any,
         **more: Any,
     ) -> Tensor:
-        held, plan = (key, value, kv_cache), getattr(attn_metadata, "h2o_prefill", None)
+        def attend(query: Tensor, metadata: Any, output: Tensor) -> Tensor:
+            given = layer, query, key, value, kv_cache, metadata, output
+            return super(Attention, self).forward(*given, *scales, **more)
+
+        plan = getattr(attn_metadata, "h2o_prefill", None)
         if plan is None or not self.is_ours:
-            return super().forward(layer, query, *held, attn_metadata, output, *scales, **more)
+            return attend(query, attn_metadata, output)
         if plan.rest is not None:
-            part = torch.empty_like(output[plan.rest_tokens])
             queries = query[plan.rest_tokens]
-            super().forward(layer, queries, *held, plan.rest, part, *scales, **more)
+            part = torch.empty_like(queries)
+            attend(queries, plan.rest, part)
             output[plan.rest_tokens] = part
-        number, pages = extract_layer_index(layer.layer_name), pages_of(kv_cache)
+        number, pages = extract_layer_index(layer.layer_name), self.pages_of(kv_cache)
         for row in plan.rows:
             tokens = slice(plan.starts[row.index], plan.starts[row.index + 1])
             queries, out = (x[tokens].transpose(0, 1)[None] for x in (query, output))
@@ -128,46 +149,32 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         return output
 
 
-def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of keys and values [pages, Hkv, size, D].
-
-    Of a page [Hkv, size, 2 D], the first half is keys [D, size], and the second values [size, D].
-    """
-    count, heads, size, both = kv_cache.shape
-    halves = kv_cache.view(count, heads, 2, both // 2, size)
-    return halves[:, :, 0].transpose(2, 3), halves[:, :, 1].view(count, heads, size, both // 2)
+def is_ours(reason: str | None) -> bool:
+    """Return whether there is no reason for attention to stay vLLM's; log one."""
+    if reason is not None:
+        logger.warning_once("h2o_prefill: %s: attention stays vLLM's", reason)
+    return reason is None
 
 
-def _reads_pages(builder: Builder) -> bool:
-    """Return whether `pages_of` reads back what vLLM writes: its layout depends on the CPU."""
-    spec = builder.kv_cache_spec
-    heads, size, dim = spec.num_kv_heads, spec.block_size, spec.head_size
-    if getattr(spec, "head_size_v", dim) != dim or spec.dtype != builder.dtype:
-        return False
-    pages = torch.zeros(3, heads, size, 2 * dim, dtype=spec.dtype)
-    caches = pages.view(3, heads, 2 * size, dim).chunk(2, dim=2)
-    drawn = torch.Generator().manual_seed(0)
-    rows = [torch.randn(2 * size, heads, dim, generator=drawn).to(spec.dtype) for _ in range(2)]
-    slots = torch.arange(size, 3 * size)
-    _custom_ops.cpu_attn_reshape_and_cache(
-        *rows, *caches, slots, builder.isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-    )
-    written = (x[1:].transpose(1, 2).flatten(0, 1) for x in pages_of(pages))
-    return all(x.equal(row) for x, row in zip(written, rows, strict=True))
+def _moved(lists: RecallLists, device: torch.device) -> RecallLists:
+    """Return lists on a device, where another group of layers may have put them."""
+    one, two, three = (x if x is None or not x.is_cpu else async_tensor_h2d(x, device) for x in lists)
+    return one, two, three
 
 
-def _of_requests(common: Any, wanted: Tensor, tokens: Tensor) -> Any:
-    """Return the metadata of some requests of a batch, whose tokens these are."""
-    index, bounds = wanted.nonzero().flatten(), common.query_start_loc_cpu
-    lengths = bounds.diff()[index]
-    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=bounds.dtype), (1, 0))
+def _of_requests(common: Any, wanted: list[int], lengths: list[int], tokens: Tensor) -> Any:
+    """Return the metadata of some requests of a batch, whose lengths and tokens these are."""
+    device = common.seq_lens.device
+    index = async_tensor_h2d(wanted, device, dtype=torch.int64)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=common.query_start_loc_cpu.dtype)
     return common.replace(
-        query_start_loc=starts,
+        query_start_loc=async_tensor_h2d(starts, device),
         query_start_loc_cpu=starts,
         seq_lens=common.seq_lens[index],
-        num_reqs=len(index),
+        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[wanted],
+        num_reqs=len(wanted),
         num_actual_tokens=len(tokens),
-        max_query_len=int(lengths.max()),
+        max_query_len=max(lengths),
         block_table_tensor=common.block_table_tensor[index],
         slot_mapping=common.slot_mapping[tokens],
     )

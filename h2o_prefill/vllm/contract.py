@@ -13,17 +13,23 @@ from typing import Any
 # The oldest and the newest minor version that the plugin is tested with.
 TESTED = (0, 30), (0, 33)
 
-# Names by module or class, functions with their parameters: exactly these, or others behind them,
-# "..." with defaults, where the plugin calls, or "*" any, where its wrapper passes them on.
+# Names by module or class, of all devices and of one, functions with their parameters: exactly
+# these, or others behind them, "..." with defaults, where the plugin calls, or "*" any, where its
+# wrapper passes them on.
 USED = {
     "vllm.config": """get_layers_from_vllm_config(vllm_config, layer_type, layer_names, ...)
         get_current_vllm_config(...)""",
     "vllm.config:VllmConfig": """cache_config model_config parallel_config scheduler_config
-        speculative_config num_speculative_tokens""",
-    "vllm.config:ParallelConfig": "world_size",
+        speculative_config num_speculative_tokens kv_transfer_config device_config""",
+    "vllm.config:ParallelConfig": """world_size rank tensor_parallel_size use_ubatching
+        decode_context_parallel_size""",
+    "vllm.config:KVTransferConfig": "kv_connector",
+    "vllm.config:DeviceConfig": "device_type",
     "vllm.config:SpeculativeConfig": "method",
     "vllm.config:CacheConfig": "enable_prefix_caching mamba_cache_mode",
-    "vllm.config:ModelConfig": "dtype skip_tokenizer_init get_total_num_hidden_layers(self, ...)",
+    "vllm.config:ModelConfig": """dtype skip_tokenizer_init rswa_window
+        get_total_num_hidden_layers(self, ...)
+        get_num_attention_heads(self, parallel_config, ...)""",
     "vllm.config:SchedulerConfig": """max_num_scheduled_tokens max_num_batched_tokens max_num_seqs
         long_prefill_token_threshold scheduler_cls get_scheduler_cls(self)""",
     "vllm.entrypoints.serve.engine.serving:BaseServing": """_check_model(self, request)
@@ -32,6 +38,7 @@ USED = {
     "vllm.tokenizers": "cached_tokenizer_from_config(model_config, ...)",
     "vllm.model_executor.layers.attention:Attention": "impl layer_name",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
+    "vllm.utils.torch_utils": "async_tensor_h2d(data, device, dtype, ...)",
     "vllm.model_executor.models.utils": "extract_layer_index(layer_name, ...)",
     "vllm.v1.core.sched.scheduler:Scheduler": """vllm_config cache_config block_size running
         kv_cache_manager need_mamba_block_aligned_split
@@ -64,28 +71,44 @@ USED = {
         _update_states(self, scheduler_output)""",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     "vllm.v1.attention.backend:CommonAttentionMetadata": """query_start_loc query_start_loc_cpu
-        seq_lens num_reqs num_actual_tokens max_query_len block_table_tensor slot_mapping causal
-        mm_req_doc_ranges replace(self, *)""",
+        seq_lens seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len
+        block_table_tensor slot_mapping causal mm_req_doc_ranges replace(self, *)""",
+    "vllm.v1.attention.backends.registry": "register_backend(backend, class_path, ...)",
+}
+CPU = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls() get_builder_cls()",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": """isa dtype kv_cache_spec
         vllm_config layer_names
-        build(self, common_prefix_len, common_attn_metadata, *)""",
+        build(self, common_prefix_len, common_attn_metadata, fast_build)""",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": """scale attn_type sinks
-        is_fp8_kv_cache alibi_slopes sliding_window logits_soft_cap
+        kv_cache_dtype alibi_slopes sliding_window logits_soft_cap
         forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *)""",
-    "vllm.v1.attention.backends.registry": "register_backend(backend, class_path, ...)",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CPU_ATTN",
     "vllm._custom_ops": """cpu_attn_reshape_and_cache(key, value, key_cache, value_cache,
         slot_mapping, isa, k_scale, v_scale, kv_cache_dtype, ...)""",
 }
+CUDA = {
+    "vllm.v1.attention.backend:AttentionCGSupport": "UNIFORM_BATCH",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": """get_impl_cls()
+        get_builder_cls()""",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": """kv_cache_spec
+        vllm_config layer_names supports_update_block_table
+        get_cudagraph_support(vllm_config, kv_cache_spec)
+        build(self, common_prefix_len, common_attn_metadata, fast_build)""",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": """scale head_size attn_type sinks
+        kv_cache_dtype alibi_slopes sliding_window logits_soft_cap
+        forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *)""",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "FLASH_ATTN",
+}
+OF_DEVICE = {"cpu": CPU, "cuda": CUDA}
 
 # A name, and in parentheses its parameters.
 NAME = re.compile(r"(\w+)(\(([^)]*)\))?")
 
 
-def problem() -> str | None:
+def problem(device: str) -> str | None:
     """Return which name is missing or which signature has changed; None if all is there."""
-    for place, names in USED.items():
+    for place, names in (USED | OF_DEVICE[device]).items():
         module, _, kind = place.partition(":")
         shown = place.replace(":", ".")
         try:

@@ -77,10 +77,13 @@ def is_too_short(choice: Choice, length: int, like: Tensor) -> bool:
 
 
 class Rules:
-    """The settings that an engine was started with, and those that its requests may ask for."""
+    """The settings that an engine was started with, and those that its requests may ask for.
 
-    def __init__(self, settings: str) -> None:
-        self.default = choice_of(settings)
+    Without `takes_dense` all rows that attend densely are the engine's.
+    """
+
+    def __init__(self, settings: str, takes_dense: bool = True) -> None:
+        self.default, self.takes_dense = choice_of(settings), takes_dense
         config = self.default.config
         self.chunk_size = PrefillConfig().chunk_size if config is None else config.chunk_size
 
@@ -94,7 +97,8 @@ class Rules:
 
     def takes(self, choice: Choice, prompt_length: int) -> bool:
         """Return whether the rows of a prompt are ours."""
-        return choice.config is not None and prompt_length >= self.chunk_size
+        is_ours = choice.is_sparse or (self.takes_dense and choice.config is not None)
+        return is_ours and prompt_length >= self.chunk_size
 
     def end_of_step(self, past: int, total: int, length: int) -> int:
         """Return where a step with room for [past, total) ends: at a chunk, or with the prompt."""
@@ -193,7 +197,10 @@ class Row:
 
 
 class Planner:
-    """Plans the steps of an engine, and holds the states of its requests."""
+    """Plans the steps of an engine, and holds the states of its requests.
+
+    Rows of at most `decoded` tokens are the engine's.
+    """
 
     def __init__(
         self,
@@ -201,8 +208,10 @@ class Planner:
         checkpoints: Checkpoints,
         counters: Counters,
         token_text: Callable[[], Tensor | None] = lambda: None,
+        decoded: int = 0,
     ) -> None:
         self.rules, self.checkpoints, self.counters = rules, checkpoints, counters
+        self._decoded = decoded
         self._token_text = functools.cache(token_text)
         # None: the state of a prompt whose keys and values were found was gone.
         self._states: dict[str, PromptState | None] = {}
@@ -243,6 +252,10 @@ class Planner:
         if past >= len(prompt.tokens):
             self.forget(prompt.request)
             return None
+        if prompt.choice.is_sparse and total == len(prompt.tokens):
+            self._prefilled.add(prompt.request)  # Preempted requests come again with an answer.
+        if total - past <= self._decoded:
+            return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse
         exact, pieces = PrefillConfig.parse(f"{EXACT},chunk_size={self.rules.chunk_size}"), []
@@ -257,9 +270,7 @@ class Planner:
             pieces.append(piece)
         if prompt.choice.is_sparse:
             self._states[prompt.request] = state
-            if total == len(prompt.tokens):  # Preempted requests come again with an answer.
-                self._prefilled.add(prompt.request)
-        return Row(index, past, total, pieces)
+        return None if lost and not self.rules.takes_dense else Row(index, past, total, pieces)
 
     def _sparse_piece(self, prompt: Prompt, state: PromptState, begin: int, end: int) -> Piece:
         """Return a piece that goes on from a state."""

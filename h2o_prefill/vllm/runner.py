@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
@@ -36,12 +37,30 @@ logger = init_logger("vllm.h2o_prefill")
 # The settings of a request among its extra arguments, and the salt that its client gave.
 SETTINGS, SALT = "h2o_prefill", "h2o_prefill_salt"
 
+# Drafts without layers of attention; on CUDA also those whose layers have numbers of their own.
+DRAFTS, CUDA_DRAFTS = ("ngram",), ("ngram", "eagle", "eagle3", "mtp")
+# KV connectors that hash salts as well: others would give pages to other settings.
+CONNECTORS = (
+    None,
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "OffloadingConnector",
+)
+# With fewer query heads a chunk does not fill a GPU.
+LEAST_HEADS = 16
+
+
+def on_cuda() -> bool:
+    """Return whether vLLM's FlashAttention is there, whose dense rows stay its own."""
+    return bool(current_platform.is_cuda())
+
 
 @functools.cache
 def rules() -> Rules:
     """Return the rules of this engine, from its environment."""
     try:
-        return Rules(os.environ["H2O_PREFILL_SETTINGS"])
+        return Rules(os.environ["H2O_PREFILL_SETTINGS"], takes_dense=not on_cuda())
     except ValueError as error:
         raise ValueError(f"H2O_PREFILL_SETTINGS: {error}") from None
 
@@ -72,14 +91,32 @@ def choice_of(params: Any) -> Choice:
     return rules().choice(extra.get(SETTINGS)) if SALT in extra else Choice(None)
 
 
+def first_of(reasons: Mapping[str, object]) -> str | None:
+    """Return the first reason that holds, None if there is none."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def refused(vllm_config: Any) -> str | None:
     """Return why an engine's attention stays vLLM's, None if it does not."""
-    ranks, drafts = vllm_config.parallel_config.world_size, vllm_config.speculative_config
-    if drafts is not None and drafts.method != "ngram":
-        return "a draft model"  # whose layers have the numbers of others
-    if vllm_config.cache_config.mamba_cache_mode == "align":
-        return "recurrent layers, whose cached states end steps elsewhere"
-    return f"{ranks} ranks" if ranks > 1 else None
+    parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    ranks, heads = parallel.world_size, model.get_num_attention_heads(parallel)
+    connector = transfer and transfer.kv_connector
+    known = CUDA_DRAFTS if on_cuda() else DRAFTS
+    reasons = {
+        "a draft model": drafts is not None and drafts.method not in known,
+        "recurrent layers, whose cached states end steps elsewhere": (
+            vllm_config.cache_config.mamba_cache_mode == "align"
+        ),
+        f"{ranks} ranks": ranks > 1 and not on_cuda(),
+        "pipeline or context parallel": ranks > parallel.tensor_parallel_size
+        or parallel.decode_context_parallel_size > 1,
+        f"{heads} query heads a rank": ranks > 1 and heads < LEAST_HEADS,
+        "micro-batches": parallel.use_ubatching,
+        f"the KV connector {connector}": connector not in CONNECTORS,
+        "reference sliding windows": model.rswa_window is not None,
+    }
+    return first_of(reasons)
 
 
 def room_of(vllm_config: Any) -> int:
@@ -154,8 +191,11 @@ class Steps:
         self._prompts: dict[str, Prompt] = {}
         self._rows: list[Row] | None = None
         checkpoints = Checkpoints(checkpoint_bytes(vllm_config.cache_config))
-        counters = Counters(shared_path())
-        self.planner = Planner(rules(), checkpoints, counters, self._token_text)
+        # The ranks of a model count the same.
+        counters = Counters(shared_path() if vllm_config.parallel_config.rank == 0 else None)
+        # In CUDA graphs of decoding, drafts included, no other attention is called.
+        decoded = 1 + vllm_config.num_speculative_tokens if on_cuda() else 0
+        self.planner = Planner(rules(), checkpoints, counters, self._token_text, decoded)
 
     def begin(self, batch: Iterable[str], lengths: Iterable[int]) -> None:
         """Take note of a step: the requests in the order of its batch, and their new tokens."""
@@ -247,8 +287,10 @@ def reset(worker: Any) -> None:
 def layers_of(worker: Any) -> tuple[int, int]:
     """Return how many layers of a worker have our attention, and how many have a cache."""
     layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).values()
-    ours = [getattr(getattr(layer, "impl", None), "is_ours", False) for layer in layers]
-    return sum(ours), len(ours)
+    kinds = [getattr(layer, "impl", None) for layer in layers]
+    for name in {type(x).__name__ for x in kinds if x and not hasattr(x, "is_ours")}:
+        logger.warning_once("h2o_prefill: %s: attention stays vLLM's", name)
+    return sum(getattr(x, "is_ours", False) for x in kinds), len(kinds)
 
 
 def install() -> None:
@@ -308,8 +350,9 @@ def install() -> None:
             # Sparse requests share pages with the same settings. Beams share their parameters.
             request.sampling_params = own = copy.copy(request.sampling_params)
             extra = own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
-            model = self.vllm_config.model_config
-            choice, like = rules().choice(extra.get(SETTINGS)), torch.empty(0, dtype=model.dtype)
+            model, device = self.vllm_config.model_config, self.vllm_config.device_config
+            choice = rules().choice(extra.get(SETTINGS))
+            like = torch.empty(0, dtype=model.dtype, device=device.device_type)
             length = len(request.prompt_token_ids or ())
             if is_too_short(choice, length, like):
                 choice, extra[SETTINGS] = rules().choice(EXACT), EXACT

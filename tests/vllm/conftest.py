@@ -3,12 +3,15 @@
 import gc
 import itertools
 
+import flash_attention
 import pytest
 import torch
 from engines import SIZES, VOCABULARY, Engine, save
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o_prefill.vllm import runner
 
@@ -22,8 +25,25 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def device(request):
+    """Return whose backend engines have: that for CUDA has CPU tensors here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "cuda":
+            for name in ("flash_attn_varlen_func", "reshape_and_cache_flash"):
+                patch.setattr(flash_attn, name, getattr(flash_attention, name), raising=False)
+            version = flash_attention.get_flash_attn_version
+            patch.setattr(flash_attn, "get_flash_attn_version", version)
+            patch.setattr(runner, "on_cuda", lambda: True)
+        path = f"h2o_prefill.vllm.{request.param}.Backend"
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+        runner.rules.cache_clear()
+        yield request.param
+    runner.rules.cache_clear()
+
+
 @pytest.fixture(scope="module")
-def make_engine():
+def make_engine(device):
     """Make the engines of a module, one at a time: the last one ends when the next begins."""
     made = []
 

@@ -9,6 +9,9 @@ import pytest
 import h2o_prefill.vllm
 from h2o_prefill.vllm import contract, counters, register
 
+REGISTERED = {
+    name: [name, f"h2o_prefill.vllm.{name}.Backend", "install"] for name in ("cpu", "cuda")
+}
 SPLIT = "vllm.v1.core.sched.scheduler.Scheduler._mamba_block_aligned_split"
 
 
@@ -20,9 +23,10 @@ def function(parameters):
 @pytest.fixture
 def fake(monkeypatch):
     """Return the modules by name, and what the plugin does to them."""
-    names = [place.partition(":")[0] for place in contract.USED]
+    used = contract.USED | contract.CPU | contract.CUDA
+    names = [place.partition(":")[0] for place in used]
     modules = {name: ModuleType(name) for name in ["vllm", *names]}
-    for place, text in contract.USED.items():
+    for place, text in used.items():
         found = contract.NAME.findall(text)
         members = {name: function(inner) if call else None for name, call, inner in found}
         module, _, kind = place.partition(":")
@@ -30,11 +34,12 @@ def fake(monkeypatch):
         vars(modules[module]).update(more)
     done = []
     modules["vllm"].version = SimpleNamespace()
-    platform = SimpleNamespace(is_cpu=lambda: True)
+    platform = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
     modules["vllm.platforms"] = SimpleNamespace(current_platform=platform)
     modules["vllm.logger"] = SimpleNamespace(init_logger=logging.getLogger)
     registry = modules["vllm.v1.attention.backends.registry"]
-    registry.register_backend = lambda backend, class_path: done.append(class_path)
+    registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="cpu", FLASH_ATTN="cuda")
+    registry.register_backend = lambda backend, class_path: done.extend([backend, class_path])
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     steps = {name: lambda: None for name in ("rules", "checkpoint_bytes")}
@@ -65,7 +70,26 @@ def lines_of(fake, caplog, *version):
 )
 def test_versions(fake, caplog, version, lines):
     assert lines_of(fake, caplog, *version) == lines
-    assert fake[1] == ([] if version < (0, 30) else ["h2o_prefill.vllm.backend.Backend", "install"])
+    assert fake[1] == ([] if version < (0, 30) else REGISTERED["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "info", "line"),
+    [
+        ("cuda", "1", {"cuda_archs": "9.0a"}, None),
+        ("cuda", "1", {}, "it was built without CUDA"),
+        ("cuda", "0", {}, "not run on a GPU yet, H2O_PREFILL_CUDA=1 switches it on"),
+        ("xpu", "1", {}, "it is for CPUs and CUDA alone"),
+    ],
+)
+def test_platforms(fake, caplog, monkeypatch, platform, variable, info, line):
+    platforms = fake[0]["vllm.platforms"].current_platform
+    platforms.is_cpu, platforms.is_cuda = lambda: False, lambda: platform == "cuda"
+    monkeypatch.setattr(h2o_prefill, "build_info", lambda: info)
+    monkeypatch.setenv("H2O_PREFILL_CUDA", variable)
+    lines = [f"h2o_prefill: it does nothing in vLLM 0.33.0: {line}"] if line else []
+    assert lines_of(fake, caplog, 0, 33, 0) == lines
+    assert fake[1] == ([] if line else REGISTERED["cuda"])
 
 
 @pytest.mark.parametrize("version", [(0, 32, 0), (0, 40, 0)])

@@ -185,6 +185,19 @@ def test_without_a_state_a_prompt_is_dense_to_its_end(past):
     assert planner.counters["checkpoint_bytes"] == len(planner.checkpoints) == 0
 
 
+def test_rows_that_attend_densely_and_short_ones_may_stay_the_engines():
+    rules, text = Rules(SPARSE["recommended"], takes_dense=False), tokens_of(3 * CHUNK + 2)
+    planner = Planner(rules, Checkpoints(0), Counters(), decoded=2)
+    assert not rules.takes(rules.choice("exact"), len(text))
+    prompt, expected = make_prompt(planner, text), whole(text, "recommended")[0]
+    assert run(planner, prompt, [CHUNK, 3 * CHUNK]).equal(expected[:, : 3 * CHUNK])
+    assert step(planner, (prompt, 3 * CHUNK, len(text))) == [None]
+    assert step(planner, (prompt, len(text), len(text) + 1)) == [None]
+    assert planner.counters["estimated_kl"] > 0
+    assert step(planner, (make_prompt(planner, text, "b"), CHUNK, 3 * CHUNK)) == [None]
+    assert planner.counters["lost_tokens"] == 2 * CHUNK and len(planner) == 1
+
+
 def test_a_preempted_request_goes_on_from_a_checkpoint_and_prefills_its_answer_densely():
     planner = make_planner()
     text, answer = tokens_of(3 * CHUNK + 9), tokens_of(CHUNK, seed=5)
