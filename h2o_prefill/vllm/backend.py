@@ -158,7 +158,9 @@ def is_ours(reason: str | None) -> bool:
 
 def _moved(lists: RecallLists, device: torch.device) -> RecallLists:
     """Return lists on a device, where another group of layers may have put them."""
-    one, two, three = (x if x is None or not x.is_cpu else async_tensor_h2d(x, device) for x in lists)
+    one, two, three = (
+        async_tensor_h2d(x, device) if x is not None and x.is_cpu else x for x in lists
+    )
     return one, two, three
 
 
