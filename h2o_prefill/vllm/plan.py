@@ -164,7 +164,7 @@ class Piece:
         rows = out
         if cached:  # Rows do not depend on others: queries of tokens in the cache may be any.
             q, rows = (pad(x, (0, 0, cached, 0)) for x in (q, out))
-        state, settings = before.layers.get(layer), before.config.to_string()
+        state, settings = before.at(layer, q.device), before.config.to_string()
         options = layer, settings, len(self.after), self.recall, scale
         states = paged_sparse_attention_(q, pages, page_table, self.end, rows, state, *options)
         if cached:

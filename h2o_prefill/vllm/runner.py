@@ -190,7 +190,8 @@ class Steps:
         self._lengths: list[int] = []
         self._prompts: dict[str, Prompt] = {}
         self._rows: list[Row] | None = None
-        checkpoints = Checkpoints(checkpoint_bytes(vllm_config.cache_config))
+        ranks = vllm_config.parallel_config.world_size
+        checkpoints = Checkpoints(checkpoint_bytes(vllm_config.cache_config), ranks)
         # The ranks of a model count the same.
         counters = Counters(shared_path() if vllm_config.parallel_config.rank == 0 else None)
         # In CUDA graphs of decoding, drafts included, no other attention is called.

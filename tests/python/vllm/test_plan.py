@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from h2o_prefill.vllm.plan import (
     choice_of,
     is_too_short,
 )
-from h2o_prefill.vllm.state import Checkpoints
+from h2o_prefill.vllm.state import Checkpoints, PromptState
 
 CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
 SIZES = f"chunk_size={CHUNK},local_window=6,heavy_budget=5,sink_tokens=1"
@@ -293,6 +294,28 @@ def test_states_stay_below_a_number_of_bytes():
         assert bounded.checkpoints.nbytes <= 5 * one
     with pytest.raises(ValueError, match="max_bytes must be >= 0, got -1"):
         Checkpoints(-1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_of_a_device_are_trimmed_when_they_have_ended(monkeypatch, ranks):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # needs a device
+    ended, waited = [], []
+    copied = SimpleNamespace(query=lambda: bool(ended), wait=lambda: waited.append(1))
+    memory = torch.tensor([[[0, 5, -1, -1], [2, -1, -1, -1]]], dtype=torch.int32)
+    tensors = memory, memory.float(), torch.zeros(1, 2, 4)
+    state = PromptState(PrefillConfig(), CHUNK, layers={0: tensors}, copied=copied)
+    checkpoints = Checkpoints(1000, ranks)
+    checkpoints.put(b"key", state)
+    checkpoints.settle()
+    whole = 2 * 4 * (4 + 4 + 4)
+    assert state.layers[0] is tensors and checkpoints.nbytes == whole
+    assert state.at(0, torch.device("meta"))[0].is_meta and waited == [1]
+    assert state.at(0, torch.device("cpu")) is tensors and state.at(1, memory.device) is None
+    ended.append(1)
+    checkpoints.settle()
+    assert state.layers[0][0].equal(memory[:, :, :2]) and state.copied is None
+    # All ranks of a model remove the same states, whatever the sizes of their own sets.
+    assert checkpoints.nbytes == (2 * 4 * (2 + 2 + 4) if ranks == 1 else whole)
 
 
 def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch, tmp_path):
