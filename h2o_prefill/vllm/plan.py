@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,6 +218,8 @@ class Planner:
         # None: the state of a prompt whose keys and values were found was gone.
         self._states: dict[str, PromptState | None] = {}
         self._prefilled: set[str] = set()
+        # Errors of prompts on their way from a device, with an event after them.
+        self._measured: deque[tuple[list[Tensor], PrefillConfig, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -228,6 +232,7 @@ class Planner:
         so shorter pasts come first.
         """
         self.checkpoints.settle()
+        self._count_measured()
         self.counters["checkpoint_bytes"] = self.checkpoints.nbytes
         numbered = sorted(enumerate(batch), key=lambda one: one[1][1])
         rows = (self._row(index, *one) for index, one in numbered)
@@ -244,7 +249,20 @@ class Planner:
         state, ended = self._states.pop(request, None), request in self._prefilled
         self._prefilled.discard(request)
         if ended and state is not None and state.layers and state.config.error_rows:
-            self.counters.add_prompt(float(estimated_kl(state.errors, state.config)))
+            event = torch.get_device_module(state.errors[0].device).Event()
+            errors = [x.to("cpu", non_blocking=True) for x in state.errors]
+            event.record()
+            self._measured.append((errors, state.config, event))
+            self._count_measured()
+
+    def is_idle(self, lengths: list[int]) -> bool:
+        """Return whether a step of rows of these lengths leaves nothing to plan."""
+        return not self._states and max(lengths, default=0) <= self._decoded
+
+    def _count_measured(self) -> None:
+        while self._measured and self._measured[0][2].query():
+            errors, config, _ = self._measured.popleft()
+            self.counters.add_prompt(float(estimated_kl(errors, config)))
 
     def _row(self, index: int, prompt: Prompt | None, past: int, total: int) -> Row | None:
         if prompt is None or not self.rules.takes(prompt.choice, len(prompt.tokens)):

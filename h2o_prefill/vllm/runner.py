@@ -212,7 +212,7 @@ class Steps:
 
         There are none in a batch that is not the step's, as those that warm a model up.
         """
-        if lengths != self._lengths:
+        if lengths != self._lengths or self.planner.is_idle(lengths):
             return []
         if self._rows is None:  # One plan for all groups of layers.
             pasts = (total - length for total, length in zip(totals, lengths, strict=True))
@@ -328,8 +328,8 @@ def install() -> None:
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
         # The layers are made, the scheduler is not.
         result = initialize(self, vllm_config)
-        counts = self.model_executor.collective_rpc(layers_of)
-        ours, layers = (sum(count) for count in zip(*counts, strict=True))
+        # The ranks of one model have parts of the same layers.
+        ours, layers = self.model_executor.collective_rpc(layers_of)[0]
         self.h2o_prefill = ours > 0
         check(None, vllm_config.model_config)
         scheduler, size = vllm_config.scheduler_config, rules().chunk_size

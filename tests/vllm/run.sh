@@ -53,5 +53,5 @@ done
 "$folder/bin/pytest" -q tests/vllm "$@"
 # Model runner V2, whose kernels are interpreted here: a sample, in ten times as long.
 if [ $# = 0 ]; then
-  VLLM_USE_V2_MODEL_RUNNER=1 "$folder/bin/pytest" -q tests/vllm/test_engine*.py -k "recommended or next_turn or preempted or adapter"
+  VLLM_USE_V2_MODEL_RUNNER=1 "$folder/bin/pytest" -q tests/vllm/test_engine*.py -k "recommended or cuda and (preempted or adapter)"
 fi

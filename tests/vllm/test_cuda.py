@@ -87,8 +87,8 @@ def test_nothing_waits_for_the_device(engine, monkeypatch):
     tensors = (rest.query_start_loc, rest.seq_lens, rest.block_table, rest.slot_mapping)
     assert [(x.device.type, len(x)) for x in tensors] == [("meta", x) for x in (3, 2, 2, 3)]
     pages = torch.empty(9, 2, 32, 64, device="meta")
-    keys, values = cuda.Attention.gather(pages, plan.blocks[1], CHUNK + 3)
-    assert keys.shape == values.shape == (1, 2, CHUNK + 3, 32)
+    keys, values = cuda.Attention.pages_of(pages)
+    assert keys.shape == values.shape == (9, 2, 32, 32)
 
 
 def test_layers_of_drafts_are_vllms(engine, tokens, monkeypatch):

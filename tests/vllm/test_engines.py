@@ -25,11 +25,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from h2o_prefill import enable
-from h2o_prefill.vllm import backend, register, runner
+from h2o_prefill.vllm import cpu, register, runner
 from h2o_prefill.vllm.plan import Prompt
 from h2o_prefill.vllm.state import PromptState
 
 LENGTH = 7 * CHUNK + 45
+# Of tests that depend on the scheduler alone.
+on_one_device = pytest.mark.parametrize("device", ["cpu"], indirect=True, scope="module")
 
 
 @pytest.fixture
@@ -144,6 +146,7 @@ def test_aborted_requests_leave_nothing(make_engine, folder, tokens):
         assert answers[request] == alone.tokens
 
 
+@on_one_device
 def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
     engine = make_engine(
         folder, max_num_batched_tokens=200, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"
@@ -156,6 +159,7 @@ def test_the_scheduler_of_vllm_may_stay(make_engine, folder, tokens):
     assert counted == {"state_misses": 1, "lost_tokens": LENGTH - again.cached}
 
 
+@on_one_device
 def test_async_scheduling_stays_and_ends_steps_at_chunks(make_engine, folder, tokens):
     engine = make_engine(folder)  # Its platform would switch it off.
     took, config = engine.scheduler, engine.llm.llm_engine.vllm_config.scheduler_config
@@ -174,6 +178,7 @@ def test_async_scheduling_stays_and_ends_steps_at_chunks(make_engine, folder, to
     assert steps == [4 * CHUNK, LENGTH - 4 * CHUNK, 1] and request.num_output_placeholders == 2
 
 
+@on_one_device
 def test_only_ranks_of_one_model_are_refused(make_engine, folder, monkeypatch):
     config = make_engine(folder).llm.llm_engine.vllm_config
     monkeypatch.setattr(config.parallel_config, "data_parallel_size", 2)
@@ -182,6 +187,7 @@ def test_only_ranks_of_one_model_are_refused(make_engine, folder, monkeypatch):
     assert runner.refused(config) == "2 ranks"
 
 
+@on_one_device
 def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens, logged):
     engine = make_engine(folder, max_num_batched_tokens=CHUNK)
     assert "have no room for a chunk of 128" in str(logged)
@@ -190,6 +196,7 @@ def test_steps_without_room_for_a_chunk_are_not_cut(make_engine, folder, tokens,
     assert counted == {"sparse_tokens": LENGTH}
 
 
+@on_one_device
 def test_a_request_that_comes_first_never_waits(make_engine, folder, tokens):
     scheduler = make_engine(folder).scheduler
     params = SimpleNamespace(extra_args={runner.SALT: None})
@@ -200,6 +207,7 @@ def test_a_request_that_comes_first_never_waits(make_engine, folder, tokens):
     scheduler.running = []
 
 
+@on_one_device
 @pytest.mark.parametrize("kind", ["reset", "pause"])
 def test_states_end_with_the_weights_that_made_them(make_engine, folder, tokens, kind):
     engine, shared = make_engine(folder), tokens(4 * CHUNK)
@@ -220,6 +228,7 @@ def test_states_end_with_the_weights_that_made_them(make_engine, folder, tokens,
     assert found.cached == 4 * CHUNK and found.logprobs.equal(alone.logprobs)
 
 
+@on_one_device
 def test_pages_that_do_not_divide_a_chunk_are_told(make_engine, folder, tokens, logged):
     engine = make_engine(folder, block_size=96)
     assert "pages of 96 tokens do not divide a chunk of 128" in str(logged)
@@ -234,9 +243,11 @@ def test_without_settings_the_plugin_does_nothing(monkeypatch, logged):
     assert logged == ["h2o_prefill: H2O_PREFILL_SETTINGS is not set: it does nothing"]
 
 
+@on_one_device
 def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, logged):
-    pages_of = backend.pages_of
-    monkeypatch.setattr(backend, "pages_of", lambda cache: [x.flip(3) for x in pages_of(cache)])
+    pages_of = cpu.Attention.pages_of
+    other = staticmethod(lambda cache: [x.flip(3) for x in pages_of(cache)])
+    monkeypatch.setattr(cpu.Attention, "pages_of", other)
     engine = make_engine(folder)
     assert "pages of another layout: attention stays vLLM's" in str(logged)
     answer, counted = engine.counted(tokens(LENGTH))

@@ -193,10 +193,11 @@ def test_rows_that_attend_densely_and_short_ones_may_stay_the_engines():
     prompt, expected = make_prompt(planner, text), whole(text, "recommended")[0]
     assert run(planner, prompt, [CHUNK, 3 * CHUNK]).equal(expected[:, : 3 * CHUNK])
     assert step(planner, (prompt, 3 * CHUNK, len(text))) == [None]
+    assert not planner.is_idle([1])
     assert step(planner, (prompt, len(text), len(text) + 1)) == [None]
-    assert planner.counters["estimated_kl"] > 0
+    assert planner.counters["estimated_kl"] > 0 and planner.is_idle([1, 2])
     assert step(planner, (make_prompt(planner, text, "b"), CHUNK, 3 * CHUNK)) == [None]
-    assert planner.counters["lost_tokens"] == 2 * CHUNK and len(planner) == 1
+    assert planner.counters["lost_tokens"] == 2 * CHUNK and not planner.is_idle([3])
 
 
 def test_a_preempted_request_goes_on_from_a_checkpoint_and_prefills_its_answer_densely():
