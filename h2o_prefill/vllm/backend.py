@@ -59,7 +59,7 @@ class Builder(Base):
         self._is_ours = any(layer.impl.is_ours for layer in ours.values())
 
     def reads_pages(self) -> bool:
-        """Return whether `Attention.gather` reads back what vLLM writes."""
+        """Return whether `Attention.pages_of` reads back what vLLM writes."""
         return True
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:
@@ -110,8 +110,8 @@ class Attention(Base):
         }
 
     @staticmethod
-    def gather(kv_cache: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [1, Hkv, total, D] of a request, copied out of its pages."""
+    def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of keys and values [pages, Hkv, size, D]."""
         raise NotImplementedError
 
     def forward(
@@ -138,13 +138,20 @@ class Attention(Base):
             part = torch.empty_like(queries)
             attend(queries, plan.rest, part)
             output[plan.rest_tokens] = part
-        number = extract_layer_index(layer.layer_name)
+        number, pages = extract_layer_index(layer.layer_name), self.pages_of(kv_cache)
         for row in plan.rows:
             tokens = slice(plan.starts[row.index], plan.starts[row.index + 1])
-            pages = self.gather(kv_cache, plan.blocks[row.index], row.total)
+            history = [gather(x, plan.blocks[row.index], row.total) for x in pages]
             queries = query[tokens].transpose(0, 1)[None]
-            row.attend(number, queries, *pages, self.scale, output[tokens])
+            row.attend(number, queries, *history, self.scale, output[tokens])
         return output
+
+
+def gather(pages: Tensor, blocks: Tensor, total: int) -> Tensor:
+    """Return rows [1, Hkv, total, D] of a request, copied out of pages [pages, Hkv, size, D]."""
+    needed = blocks[: -(-total // pages.shape[2])]
+    rows = pages.transpose(1, 2).index_select(0, needed).flatten(0, 1)
+    return rows[:total].transpose(0, 1)[None]
 
 
 def is_ours(reason: str | None) -> bool:

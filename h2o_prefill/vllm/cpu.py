@@ -28,26 +28,22 @@ class Attention(backend.Attention, cpu_attn.CPUAttentionBackendImpl):
     """Attention of one layer."""
 
     @staticmethod
-    def gather(kv_cache: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [1, Hkv, total, D] of a request, copied out of its pages.
+    def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of keys and values [pages, Hkv, size, D].
 
         Of a page [Hkv, size, 2 D], the first half is keys [D, size], the second values [size, D].
         """
         count, heads, size, both = kv_cache.shape
-        dim = both // 2
-        needed = blocks[: -(-total // size)].long()
-        pages = kv_cache.view(count, heads, 2, size * dim)[needed]
-        keys = pages[:, :, 0].view(-1, heads, dim, size).permute(1, 0, 3, 2)
-        values = pages[:, :, 1].view(-1, heads, size, dim).transpose(0, 1)
-        one, other = (x.reshape(1, heads, -1, dim)[:, :, :total] for x in (keys, values))
-        return one, other
+        halves = kv_cache.view(count, heads, 2, both // 2, size)
+        keys, values = halves[:, :, 0].transpose(2, 3), halves[:, :, 1]
+        return keys, values.view(count, heads, size, both // 2)
 
 
 class Builder(backend.Builder, cpu_attn.CPUAttentionMetadataBuilder):
     """Adds a plan to vLLM's metadata of a step."""
 
     def reads_pages(self) -> bool:
-        """Return whether `gather` reads back what vLLM writes: its layout depends on the CPU."""
+        """Return whether `pages_of` reads back what vLLM writes: its layout depends on the CPU."""
         spec = self.kv_cache_spec
         heads, size, dim = spec.num_kv_heads, spec.block_size, spec.head_size
         if getattr(spec, "head_size_v", dim) != dim or spec.dtype != self.dtype:
@@ -60,5 +56,5 @@ class Builder(backend.Builder, cpu_attn.CPUAttentionMetadataBuilder):
         _custom_ops.cpu_attn_reshape_and_cache(
             *rows, *caches, slots, self.isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
-        found = Attention.gather(pages, torch.tensor([1, 2]), 2 * size)
-        return all(x[0].transpose(0, 1).equal(row) for x, row in zip(found, rows, strict=True))
+        written = (x[1:].transpose(1, 2).flatten(0, 1) for x in Attention.pages_of(pages))
+        return all(x.equal(row) for x, row in zip(written, rows, strict=True))

@@ -34,15 +34,9 @@ class Attention(backend.Attention, flash_attn.FlashAttentionImpl):
         return super().reasons() | {"heads of more than 256": self.head_size > 256}
 
     @staticmethod
-    def gather(kv_cache: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [1, Hkv, total, D] of a request, copied out of its pages.
-
-        A row of a page [Hkv, size, 2 D] is a key and its value.
-        """
-        pages = kv_cache.transpose(1, 2)  # contiguous in vLLM's default layout
-        needed = blocks[: -(-total // pages.shape[1])]
-        rows = pages.index_select(0, needed).flatten(0, 1)[:total]
-        keys, values = rows.transpose(0, 1)[None].chunk(2, dim=-1)
+    def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of keys and values [pages, Hkv, size, D], halves of rows [2 D]."""
+        keys, values = kv_cache.chunk(2, dim=-1)
         return keys, values
 
 

@@ -9,7 +9,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from h2o_prefill.vllm import cuda, runner
+from h2o_prefill.vllm import backend, cuda, runner
 from h2o_prefill.vllm.plan import Row
 
 pytestmark = pytest.mark.parametrize("device", ["cuda"], indirect=True, scope="module")
@@ -86,9 +86,9 @@ def test_nothing_waits_for_the_device(engine, monkeypatch):
     assert (rest.num_actual_tokens, rest.max_query_len, len(plan.rest_tokens)) == (3, 2, 3)
     tensors = (rest.query_start_loc, rest.seq_lens, rest.block_table, rest.slot_mapping)
     assert [(x.device.type, len(x)) for x in tensors] == [("meta", x) for x in (3, 2, 2, 3)]
-    pages = torch.empty(9, 2, 32, 64, device="meta")
-    keys, values = cuda.Attention.gather(pages, plan.blocks[1], CHUNK + 3)
-    assert keys.shape == values.shape == (1, 2, CHUNK + 3, 32)
+    pages = cuda.Attention.pages_of(torch.empty(9, 2, 32, 64, device="meta"))
+    history = [backend.gather(x, plan.blocks[1], CHUNK + 3) for x in pages]
+    assert [x.shape for x in history] == 2 * [(1, 2, CHUNK + 3, 32)]
 
 
 def test_layers_of_drafts_are_vllms(engine, tokens, monkeypatch):

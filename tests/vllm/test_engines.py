@@ -245,9 +245,9 @@ def test_without_settings_the_plugin_does_nothing(monkeypatch, logged):
 
 @on_one_device
 def test_pages_of_another_layout_stay_vllms(make_engine, folder, tokens, monkeypatch, logged):
-    gather = cpu.Attention.gather
-    other = staticmethod(lambda *given: [x.flip(3) for x in gather(*given)])
-    monkeypatch.setattr(cpu.Attention, "gather", other)
+    pages_of = cpu.Attention.pages_of
+    other = staticmethod(lambda cache: [x.flip(3) for x in pages_of(cache)])
+    monkeypatch.setattr(cpu.Attention, "pages_of", other)
     engine = make_engine(folder)
     assert "pages of another layout: attention stays vLLM's" in str(logged)
     answer, counted = engine.counted(tokens(LENGTH))
