@@ -30,7 +30,6 @@ set(H2O_HOST_SOURCES
     kernels/composite/chunkwise_linear_attention.cpp
     kernels/composite/dense_attention.cpp
     kernels/composite/error_rows.cpp
-    kernels/composite/gather_pages.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
     kernels/composite/linear_scan.cpp

@@ -128,9 +128,8 @@ def _(a: Any) -> Tensor:
 @_fake("paged_sparse_attention_")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     config = _settings(a.settings)
-    is_sparse = config.is_sparse(a.layer, 0, config.sparse_from())
-    shape = a.checkpoints if is_sparse else 0, 1, a.key_pages.shape[1]
-    size = config.of_layer(a.layer).memory_size()
+    count = a.checkpoints if config.is_sparse(a.layer, 0, config.sparse_from()) else 0
+    shape, size = (count, 1, a.key_pages.shape[1]), config.of_layer(a.layer).memory_size()
     memory = a.q.new_empty(*shape, size, dtype=torch.int32)
     scores = a.q.new_empty(*shape, size, dtype=score_dtype(a.q))
     return memory, scores, a.q.new_empty(*shape, 4, dtype=torch.float32)

@@ -20,9 +20,6 @@ PLAIN_LOGITS: LogitOptions = (None, None, 0.0)
 
 NO_RECALL: RecallLists = (None, None, None)
 
-# The next memory set of a layer, its scores, and errors, as `LayerState.checkpoint` returns them.
-Checkpoint = tuple[Tensor, Tensor, Tensor]
-
 
 class LayerOptions(NamedTuple):
     """What the operators of one layer take besides tensors and state."""
@@ -63,62 +60,6 @@ def sparse_attention(
     begin = config.last_chunk_begin(k.shape[2] - q.shape[2], q.shape[2])
     after.set_scores(scores, memory, begin, errors)
     return out, after
-
-
-def paged_sparse_attention_(
-    q: Tensor,
-    pages: tuple[Tensor, Tensor],
-    page_table: Tensor,
-    total: int,
-    out: Tensor,
-    state: Checkpoint | None,
-    layer: int,
-    settings: str,
-    checkpoints: int = 0,
-    recall: RecallLists = NO_RECALL,
-    scale: float | None = None,
-) -> Checkpoint:
-    """Prefill one layer of one request whose keys and values lie in pages, into `out`.
-
-    Sparse in every call, except in dense layers and by `exact` settings. Nothing waits for the
-    device. Pages are copied out first, on GPUs by a kernel where rows are contiguous and begin at
-    multiples of 16 bytes.
-
-    Parameters
-    ----------
-    q : Tensor
-        [1, Hq, T, D], the last of the first `total` tokens, with any strides.
-    pages : tuple of Tensor
-        Keys [pages, Hkv, size, D] and values [pages, Hkv, size, Dv], with any strides.
-    page_table : Tensor
-        int32 or int64 [any]: token t is row t % size of page page_table[t // size].
-    total : int
-        Tokens in the pages.
-    out : Tensor
-        [1, Hq, T, Dv], with any strides.
-    state : tuple of Tensor, optional
-        The checkpoint before the call. None: all earlier tokens are candidates for the first memory
-        set, with score 0.
-    layer, settings
-        Index of the layer, and settings of the whole model.
-    checkpoints : int
-        How many to return: of the ends of the call's chunks, the last of which may be short.
-    recall : tuple of Tensor
-        What `lexical_recall` returned for the call.
-    scale : float, optional
-        Of the softmax, D ** -0.5 by default.
-
-    Returns
-    -------
-    tuple of Tensor
-        Checkpoints at the last ends of chunks, none of a dense call: int32 [C, 1, Hkv,
-        `PrefillConfig.memory_size` of the layer], float32 (float64 for float64 queries) of the same
-        shape, and float32 [C, 1, Hkv, 4].
-    """
-    options = *(state or (None, None, None)), *recall, layer, settings, checkpoints, scale
-    op = torch.ops.h2o_prefill.paged_sparse_attention_
-    written: Checkpoint = op(q, *pages, page_table, total, out, *options)
-    return written
 
 
 def token_rows(values: Any, device: Any = None) -> Tensor:

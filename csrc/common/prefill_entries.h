@@ -94,14 +94,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> paged_sparse_attention_entry(
     const OptionalTensor& recall_offsets, const OptionalTensor& recall_positions,
     const OptionalTensor& recall_visible_from, int64_t layer, std::string_view settings,
     int64_t checkpoints, std::optional<double> scale) {
-  const PlacedCall call = place_paged_call(
-      q, key_pages, value_pages, page_table, total, out,
-      {or_undefined(memory), or_undefined(scores), or_undefined(errors)},
-      {.layer = layer,
-       .settings = settings,
-       .scale = scale,
-       .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from)},
-      checkpoints, gather);
+  const PlacedCall call =
+      place_paged_call({q, key_pages, value_pages, scale}, page_table, total, out, memory, scores,
+                       errors, recall_lists(recall_offsets, recall_positions, recall_visible_from),
+                       layer, settings, checkpoints, gather);
   const PrefillRequest& request = call.request;
   if (call.is_sparse && !request.is_empty()) {
     out.copy_(attend_sparsely<attend, attend_densely>(request));

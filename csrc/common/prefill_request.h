@@ -141,12 +141,12 @@ PlacedCall place_call(const at::Tensor& query, const at::Tensor& key, const at::
 // to [1, H, total, D].
 using GatherPages = at::Tensor (*)(const at::Tensor& pages, const at::Tensor& table, int64_t total);
 
-// Checks the arguments of paged_sparse_attention_(), and gathers its keys and values. A call in a
-// dense layer, or by exact settings, has no checkpoints.
-PlacedCall place_paged_call(const at::Tensor& query, const at::Tensor& key_pages,
-                            const at::Tensor& value_pages, const at::Tensor& table, int64_t total,
-                            const at::Tensor& out, const Checkpoints& state,
-                            const LayerOptions& options, int64_t checkpoints, GatherPages gather);
+// Checks the arguments of paged_sparse_attention_(), and gathers its keys and values.
+PlacedCall place_paged_call(const AttentionArguments& pages, const at::Tensor& table, int64_t total,
+                            const at::Tensor& out, const OptionalTensor& memory,
+                            const OptionalTensor& scores, const OptionalTensor& errors,
+                            const RecallLists& recall, int64_t layer, std::string_view settings,
+                            int64_t checkpoints, GatherPages gather);
 
 // The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {

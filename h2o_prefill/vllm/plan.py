@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists, paged_sparse_attention_
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.state import estimated_kl
 from h2o_prefill.vllm.counters import Counters
 from h2o_prefill.vllm.state import Checkpoints, PromptState
@@ -158,22 +158,6 @@ class Piece:
     after: Sequence[PromptState] = ()  # at the last ends of its chunks
     recall: RecallLists = NO_RECALL
 
-    def attend(
-        self, layer: int, q: Tensor, pages: Pages, page_table: Tensor, scale: float, out: Tensor
-    ) -> None:
-        """Attend with one layer's queries of the piece, and keep the layer's states."""
-        before, cached = self.before, self.begin - self.before.length
-        rows = out
-        if cached:  # Rows do not depend on others: queries of tokens in the cache may be any.
-            q, rows = (pad(x, (0, 0, cached, 0)) for x in (q, out))
-        state, settings = before.at(layer, q.device), before.config.to_string()
-        options = layer, settings, len(self.after), self.recall, scale
-        states = paged_sparse_attention_(q, pages, page_table, self.end, rows, state, *options)
-        if cached:
-            out.copy_(rows[:, :, cached:])
-        for after, *checkpoint in zip(self.after, *states, strict=False):  # none of a dense layer
-            after.layers[layer] = tuple(checkpoint)
-
 
 @dataclass
 class Row:
@@ -192,10 +176,20 @@ class Row:
         `pages`, keys and values [pages, Hkv, size, D], hold the whole history as `page_table` says.
         """
         for piece in self.pieces:
-            q, rows = (
-                x[:, :, piece.begin - self.past : piece.end - self.past] for x in (query, out)
+            before, cached = piece.before, piece.begin - piece.before.length
+            part = slice(piece.begin - self.past, piece.end - self.past)
+            q, rows = query[:, :, part], out[:, :, part]
+            if cached:  # Rows do not depend on others: queries of tokens in the cache may be any.
+                q, rows = (pad(x, (0, 0, cached, 0)) for x in (q, rows))
+            state = before.at(layer, q.device) or (None, None, None)
+            options = *piece.recall, layer, before.config.to_string(), len(piece.after), scale
+            states = torch.ops.h2o_prefill.paged_sparse_attention_(
+                q, *pages, page_table, piece.end, rows, *state, *options
             )
-            piece.attend(layer, q, pages, page_table, scale, rows)
+            if cached:
+                out[:, :, part] = rows[:, :, cached:]
+            for after, *checkpoint in zip(piece.after, *states, strict=False):  # if it is sparse
+                after.layers[layer] = tuple(checkpoint)
 
 
 class Planner:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import Checkpoint
+
+# The next memory set of a layer, its scores, and errors, as `LayerState.checkpoint` returns them.
+Checkpoint = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass

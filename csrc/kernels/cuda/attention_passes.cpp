@@ -57,17 +57,16 @@ at::Tensor gather_pages_cuda(const at::Tensor& pages, const at::Tensor& table, i
   const auto numbers = table.to(at::kInt).contiguous();
   auto out = at::empty({1, pages.size(1), total, pages.size(3)}, pages.options());
   const auto units = [&](int64_t elements) { return elements * pages.element_size() / kAlignment; };
-  const GatherPagesParams params{.pages = pages.const_data_ptr(),
-                                 .num_pages = pages.size(0),
-                                 .page_size = pages.size(2),
-                                 .stride_page = units(pages.stride(0)),
-                                 .stride_head = units(pages.stride(1)),
-                                 .stride_row = units(pages.stride(2)),
-                                 .table = numbers.const_data_ptr<int32_t>(),
-                                 .out = out.mutable_data_ptr(),
-                                 .heads = pages.size(1),
-                                 .total = total,
-                                 .row_units = units(pages.size(3))};
+  const GatherPagesParams params{
+      .pages = pages.const_data_ptr(),
+      .strides = {units(pages.stride(0)), units(pages.stride(1)), units(pages.stride(2))},
+      .num_pages = pages.size(0),
+      .page_size = pages.size(2),
+      .table = numbers.const_data_ptr<int32_t>(),
+      .out = out.mutable_data_ptr(),
+      .heads = pages.size(1),
+      .total = total,
+      .row_units = units(pages.size(3))};
   C10_CUDA_CHECK(launch_gather_pages(params, c10::cuda::getCurrentCUDAStream()));
   return out;
 }

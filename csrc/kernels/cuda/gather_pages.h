@@ -8,14 +8,12 @@
 namespace h2o_prefill {
 
 // Row t of out is row t % page_size of page table[t / page_size]; 0 where there is no such page.
-// Strides are in units of 16 bytes, the alignment of rows.
+// Rows are units of 16 bytes, at multiples of which they begin.
 struct GatherPagesParams {
-  const void* pages;  // [num_pages, heads, page_size, row_units]
+  const void* pages;   // [num_pages, heads, page_size, row_units]
+  int64_t strides[3];  // of its first dimensions, in units
   int64_t num_pages;
   int64_t page_size;
-  int64_t stride_page;
-  int64_t stride_head;
-  int64_t stride_row;
   const int32_t* table;
   void* out;  // [heads, total, row_units]
   int64_t heads;
