@@ -303,20 +303,18 @@ def test_copies_of_a_device_are_trimmed_when_they_have_ended(monkeypatch, ranks)
     ended, waited = [], []
     copied = SimpleNamespace(query=lambda: bool(ended), wait=lambda: waited.append(1))
     memory = torch.tensor([[[0, 5, -1, -1], [2, -1, -1, -1]]], dtype=torch.int32)
-    tensors = memory, memory.float(), torch.zeros(1, 2, 4)
+    tensors, checkpoints = (memory, memory.float(), torch.zeros(1, 2, 4)), Checkpoints(1000, ranks)
     state = PromptState(PrefillConfig(), CHUNK, layers={0: tensors}, copied=copied)
-    checkpoints = Checkpoints(1000, ranks)
     checkpoints.put(b"key", state)
     checkpoints.settle()
-    whole = 2 * 4 * (4 + 4 + 4)
-    assert state.layers[0] is tensors and checkpoints.nbytes == whole
+    assert state.layers[0] is tensors and checkpoints.nbytes == 96
     assert state.at(0, torch.device("meta"))[0].is_meta and waited == [1]
     assert state.at(0, torch.device("cpu")) is tensors and state.at(1, memory.device) is None
     ended.append(1)
     checkpoints.settle()
     assert state.layers[0][0].equal(memory[:, :, :2]) and state.copied is None
     # All ranks of a model remove the same states, whatever the sizes of their own sets.
-    assert checkpoints.nbytes == (2 * 4 * (2 + 2 + 4) if ranks == 1 else whole)
+    assert checkpoints.nbytes == (64 if ranks == 1 else 96)
 
 
 def test_counters_are_summed_over_the_processes_of_an_engine(monkeypatch, tmp_path):
