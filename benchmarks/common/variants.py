@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import h2o_prefill
 from h2o_prefill import ChunkedPrefillCache, PrefixCache
@@ -41,10 +41,17 @@ def prefill_variants(
 
 
 def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Callable[[], Tensor]:
-    """Return the sparse variant of `prefill_variants`, compiled by the first call."""
+    """Return the sparse variant of `prefill_variants` with a static cache, compiled when called."""
     sparse = enabled_twin(model, config, len(input_ids[0]))
     sparse.compile(fullgraph=True, dynamic=True)
-    return lambda: prefill(sparse, [input_ids])
+    cache = StaticCache(config=model.config, max_cache_len=len(input_ids[0]))
+
+    @torch.inference_mode()
+    def call() -> Tensor:
+        cache.reset()
+        return prefill(sparse, [input_ids], cache)
+
+    return call
 
 
 def decode_variants(
@@ -103,7 +110,7 @@ def session_variants(
     def session() -> None:
         cache = ChunkedPrefillCache(config=network.config)
         network(input_ids, logits_to_keep=1, **cache_argument(network, cache))
-        cache.save(path)
+        cache.save(path, network)
         reopened()
 
     def reopened() -> None:
@@ -140,11 +147,11 @@ def package_decoder(
 
 
 @torch.inference_mode()
-def prefill(model: Any, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the logits of a prompt's last token, [vocabulary]."""
-    cache = cache_argument(model, DynamicCache(config=model.config))
+def prefill(model: Any, pieces: Sequence[Tensor], cache: Any = None) -> Tensor:
+    """Return the logits of a prompt's last token, [vocabulary]; without a cache with a new one."""
+    named = cache_argument(model, cache or DynamicCache(config=model.config))
     for piece in pieces:
-        output = model(piece, **cache, use_cache=True, logits_to_keep=1)
+        output = model(piece, **named, use_cache=True, logits_to_keep=1)
     return output.logits[0, -1]
 
 
