@@ -3,11 +3,12 @@
 # Each part takes three minutes or less. Needs a CUDA build of PyTorch, and nvcc where the package
 # at hand has no CUDA kernels: they are built first.
 #
-#   benchmarks/run_gpu.sh [--part tests|times|depth|models|crossover] [folder]
+#   benchmarks/run_gpu.sh [--part tests|times|depth|models|crossover|vllm] [folder]
 #
 # Logs and JSON go to the folder, by default build/gpu. PYTHON names the interpreter that has
 # PyTorch. What fails or runs out of time does not keep the rest from running; the exit status says
-# whether anything did.
+# whether anything did. The part vllm is for the plugin: FA3 names the folder vllm_flash_attn of
+# vLLM's wheel, with _vllm_fa3_C in it; VLLM the Python of an environment with vLLM and this package.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -116,6 +117,51 @@ crossover() {
     local environment=($(on_path "$path"))
     bench "crossover_$path" 120 layer crossover --dtype bfloat16,float16 --seconds 1 \
       --lengths 2048,4096,8192,16384,32768,65536
+  done
+}
+
+# What the plugin of vLLM does on a GPU: without vLLM, then the whole of it with random weights.
+vllm() {
+  local environment=($(on_path "${paths[-1]}"))
+  local flash=(${FA3:+--fa3 "$FA3"}) lengths=8192,32768,65536,131072
+  bench pages 100 pages --lengths $lengths --seconds 2 "${flash[@]}"
+  bench pages_steps 60 pages --lengths 131072 --size 16 --step 2048,8192 --seconds 2 "${flash[@]}"
+  bench pages_ranks 60 pages --lengths 32768,131072 --size 16 --ranks 2,4,8 --seconds 2 "${flash[@]}"
+  command -v compute-sanitizer >/dev/null &&
+    run sanitizer-pages 130 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -v \
+      -p no:cacheprovider tests/python/ops/test_paged_sparse_attention.py -k cuda
+  [ -n "${VLLM:-}" ] || return 0
+  local folder="$results/llama3-8b" settings length
+  "$VLLM" - "$folder" <<'END'
+import sys
+
+from transformers import LlamaConfig
+
+sizes = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131584}
+sizes |= {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+config = LlamaConfig(intermediate_size=14336, torch_dtype="bfloat16", **sizes)
+config.architectures = ["LlamaForCausalLM"]
+config.save_pretrained(sys.argv[1])
+END
+  # `vllm bench latency`, which vLLM's builds for CPUs have under no name.
+  cat >"$results/latency.py" <<'END'
+from vllm.benchmarks import latency
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser()
+    latency.add_cli_args(parser)
+    latency.main(parser.parse_args())
+END
+  for length in ${lengths//,/ }; do
+    for settings in dense h2o recommended,max_widen=2; do
+      run "vllm_${length}_$settings" 170 env H2O_PREFILL_CUDA=1 H2O_PREFILL_SETTINGS=$settings \
+        "$VLLM" "$results/latency.py" --model "$folder" --load-format dummy --skip-tokenizer-init \
+        --disable-detokenize --attention-backend FLASH_ATTN --max-model-len 131584 \
+        --max-num-batched-tokens 8192 --no-enable-prefix-caching --batch-size 1 --input-len "$length" \
+        --output-len 2 --num-iters-warmup 1 --num-iters 3 \
+        --output-json "$results/vllm_${length}_$settings.json"
+    done
   done
 }
 

@@ -28,6 +28,7 @@ FIELDS = {
     "layer recall": ["keys_a_block"],
     "layer crossover": ["dense_milliseconds", "sparse_speedup", "speedup"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
+    "pages": ["milliseconds", "speedup"],
 }
 # These take long; some have a shorter run below.
 SLOW = (
