@@ -70,10 +70,9 @@ test-races: dev
 	build/threads/tests/cpp/kernels/cuda/test_attention --gtest_filter='$(or $(RACES),*)'
 # The operators' arithmetic under every other instruction set that this CPU has.
 test-isas: dev
-	isas=$$(python tests/other_isas.py) || exit 1; for isa in $$isas; do \
-	  H2O_PREFILL_ISA=$$isa $(PYTEST) -q tests/python/ops/test_{operators,chunkwise_linear_attention}.py \
-	    -k 'not refuse and not gradcheck and not composite' || exit 1; \
-	done
+	isas=$$(python tests/other_isas.py) && printf '%s\n' $$isas | OMP_NUM_THREADS=1 xargs -rI{} -P $(JOBS) \
+	  env H2O_PREFILL_ISA={} pytest -q tests/python/ops/test_{operators,chunkwise_linear_attention}.py \
+	  -k 'not refuse and not gradcheck and not composite'
 # The tests that take minutes, and many generated calls; SLOW=name chooses among the tests.
 test-slow: CASES := 5000
 test-slow: dev $(BIN)/.model $(if $(SLOW),,test-fuzz)

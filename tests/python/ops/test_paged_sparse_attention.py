@@ -1,6 +1,6 @@
 """Sparse prefill of keys and values in pages, against contiguous ones to the bit."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -31,9 +31,12 @@ def attend(q, pages, table, begin, end, state=NONE, settings=SETTINGS):
     return out, OP(q[:, :, begin:end], *pages, table, end, out, *options)
 
 
-@pytest.mark.parametrize("layout", PAGE_LAYOUTS)
-@pytest.mark.parametrize(("size", "dtype"), [(16, "float32"), (48, "bfloat16"), (1024, "bfloat16")])
-def test_pages_and_checkpoints_give_what_one_call_gives(device, layout, size, dtype):
+PAGES = itertools.cycle([(16, "float32"), (48, "bfloat16"), (1024, "bfloat16")])
+
+
+@pytest.mark.parametrize(("layout", "page"), zip(PAGE_LAYOUTS, PAGES, strict=False))
+def test_pages_and_checkpoints_give_what_one_call_gives(device, layout, page):
+    size, dtype = page
     q, k, v = make_qkv(SHAPE, getattr(torch, dtype), device)
     state, options = LayerState(True), (1, SETTINGS, None, None, 0.0, *recall_of(0, LENGTH))
     expected = state.attend_history(q, k, v, *options)
@@ -65,7 +68,7 @@ def test_the_last_checkpoint_may_be_inside_of_a_chunk(device):
 def test_dense_calls_go_by_chunks_and_have_no_checkpoints(device, settings):
     q, k, v = make_qkv(SHAPE, device=device)
     out, states = attend(q, *in_pages(k, v, 16), S, LENGTH, settings=settings)
-    for begin, end in pairwise([*range(S, LENGTH, S), LENGTH]):
+    for begin, end in itertools.pairwise([*range(S, LENGTH, S), LENGTH]):
         chunk = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
         assert out[:, :, begin - S : end - S].equal(ops.dense_attention(*chunk))
     assert [len(x) for x in states] == [0, 0, 0]
