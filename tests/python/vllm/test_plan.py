@@ -12,14 +12,7 @@ from op_testing import NoWaits, in_pages
 from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.state import LayerState, estimated_kl, no_errors
 from h2o_prefill.vllm.counters import Counters, read, shared_path
-from h2o_prefill.vllm.plan import (
-    Choice,
-    Planner,
-    Prompt,
-    Rules,
-    choice_of,
-    is_too_short,
-)
+from h2o_prefill.vllm.plan import Choice, Planner, Prompt, Rules, choice_of, is_too_short
 from h2o_prefill.vllm.state import Checkpoints, PromptState
 
 CHUNK, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 32, 2, 4, 2, 16, 40
