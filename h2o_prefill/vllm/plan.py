@@ -89,6 +89,11 @@ class Rules:
         config = self.default.config
         self.chunk_size = PrefillConfig().chunk_size if config is None else config.chunk_size
 
+    @functools.cached_property
+    def exact(self) -> PrefillConfig:
+        """The settings of our rows that attend densely, which may be cut at chunks."""
+        return PrefillConfig.parse(f"{EXACT},chunk_size={self.chunk_size}")
+
     def choice(self, asked: object = None) -> Choice:
         """Return the choice of a request; ValueError with one line if there is none."""
         if asked is None:
@@ -270,14 +275,14 @@ class Planner:
             return None
         state = self._state_at(prompt, past) if prompt.choice.is_sparse else None
         lost = state is None and prompt.choice.is_sparse
-        exact, pieces = PrefillConfig.parse(f"{EXACT},chunk_size={self.rules.chunk_size}"), []
+        pieces = []
         for begin, end in self.rules.cut(past, total, len(prompt.tokens)):
             if state is not None and begin < len(prompt.tokens):
                 kind, piece = "sparse", self._sparse_piece(prompt, state, begin, end)
                 state = piece.after[-1] if piece.after else state
             else:
                 kind = "lost" if lost else "exact"
-                piece = Piece(begin, end, PromptState(exact, begin))
+                piece = Piece(begin, end, PromptState(self.rules.exact, begin))
             self.counters[f"{kind}_tokens"] += end - begin
             pieces.append(piece)
         if prompt.choice.is_sparse:

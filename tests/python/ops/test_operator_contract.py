@@ -46,7 +46,7 @@ def has(name, argument):
     return any(x.name == argument for x in schema_of(name))
 
 
-PAGED = "paged_sparse_attention_"  # h2o_prefill.functional has its documentation
+PAGED = "paged_sparse_attention_"  # its schema has the documentation
 # The results of these are in the arguments.
 IN_PLACE = [name for name in TENSORS if name.endswith("_")]
 WITHOUT_FLOATS = ["select_memory", "lexical_recall", "recall_at_position", "advance_position_"]
