@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from h2o_prefill import distributed as distributed
     from h2o_prefill import reference as reference
     from h2o_prefill.eval import compare as compare
+    from h2o_prefill.generation.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
     from h2o_prefill.hf.enable import explain as explain
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
-    from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.package import PrefillPackage as PrefillPackage
 
 __version__: str = build_info()["version"]
@@ -40,7 +40,7 @@ __version__: str = build_info()["version"]
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",
-    "PrefixCache": "h2o_prefill.hf",
+    "PrefixCache": "h2o_prefill.generation.prefix_cache",
     "chunked_prefill": "h2o_prefill.hf",
     "compare": "h2o_prefill.eval",
     "disable": "h2o_prefill.hf",

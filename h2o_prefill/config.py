@@ -156,7 +156,11 @@ class PrefillConfig:
 
     def shortest_sparse_prompt(self, like: Tensor) -> int:
         """Return from how many tokens on sparse attention is faster on a tensor's device."""
-        return _shortest(self, like.device, like.dtype)
+        return self.shortest_at(sparse_cost(like.device, like.dtype))
+
+    def shortest_at(self, sparse_product: float) -> int:
+        """Return from how many tokens on sparse attention is faster, at a `sparse_cost`."""
+        return _shortest(self, sparse_product)
 
     def resolved(self, shortest: int, prompt_tokens: int) -> PrefillConfig:
         """Return the settings of a prompt, with an open `min_prefill` resolved.
@@ -309,8 +313,14 @@ def _as_native(value: Any) -> Any:
 
 
 @_cached
-def _shortest(config: PrefillConfig, device: torch.device, dtype: torch.dtype) -> int:
-    return int(config.native.shortest_sparse_prompt(torch.empty(0, device=device, dtype=dtype)))
+def _shortest(config: PrefillConfig, sparse_product: float) -> int:
+    return int(config.native.shortest_sparse_prompt(sparse_product))
+
+
+@_cached
+def sparse_cost(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the time of a sparse query-key product, in products of a device's fastest dense."""
+    return float(torch.ops.h2o_prefill.device_cost(device, dtype)[1])
 
 
 @_cached

@@ -97,11 +97,11 @@ void register_config(torch::Library& m) {
       .def("sparse_from", of(&PrefillConfig::sparse_from),
            "Return the minimum number of new tokens for a sparse call.")
       .def("shortest_sparse_prompt",
-           [](const Config& self, const at::Tensor& like) {
-             return shortest_sparse_prompt(self->object, device_cost(like).sparse_product);
+           [](const Config& self, double sparse_product) {
+             return shortest_sparse_prompt(self->object, sparse_product);
            },
-           "Return the length from which sparse attention is faster on the device of a tensor.",
-           {arg("like")})
+           "Return the length from which sparse attention is faster, at a device's cost of it.",
+           {arg("sparse_product")})
       .def("resolved", of(&PrefillConfig::resolved),
            "Return the settings of a prompt, with an open min_prefill resolved.",
            {arg("shortest"), arg("prompt_tokens")})

@@ -4,7 +4,6 @@
 | --- | --- | --- |
 | 5 | enable.py | switch a model to sparse prefill, and back |
 | | prefill.py | prefill a prompt in several calls |
-| | prefix_cache.py | texts that were prefilled, for prompts that begin with them |
 | | report.py | which layers are and were sparse |
 | | export.py | a whole model as one graph |
 | 4 | attention.py, masks.py | the two functions that transformers calls |
@@ -22,5 +21,4 @@ from h2o_prefill.hf.enable import PrefillHandle, disable, enable, explain, regis
 from h2o_prefill.hf.kinds import NAME
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
-from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport

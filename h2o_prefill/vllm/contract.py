@@ -20,11 +20,10 @@ USED = {
     "vllm.config": """get_layers_from_vllm_config(vllm_config, layer_type, layer_names, ...)
         get_current_vllm_config(...)""",
     "vllm.config:VllmConfig": """cache_config model_config parallel_config scheduler_config
-        speculative_config num_speculative_tokens kv_transfer_config device_config""",
+        speculative_config num_speculative_tokens kv_transfer_config""",
     "vllm.config:ParallelConfig": """world_size rank tensor_parallel_size use_ubatching
         decode_context_parallel_size""",
     "vllm.config:KVTransferConfig": "kv_connector",
-    "vllm.config:DeviceConfig": "device_type",
     "vllm.config:SpeculativeConfig": "method",
     "vllm.config:CacheConfig": "enable_prefix_caching mamba_cache_mode",
     "vllm.config:ModelConfig": """dtype skip_tokenizer_init rswa_window
@@ -67,6 +66,7 @@ USED = {
         prepare_attn(self, input_batch, *)""",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": """prompt_token_ids prompt_is_token_ids
         sampling_params lora_request mm_features""",
+    "vllm.v1.worker.worker_base:WorkerBase": "device",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": """vllm_config requests input_batch
         _update_states(self, scheduler_output)""",
     "vllm.v1.attention.backend:AttentionType": "DECODER",

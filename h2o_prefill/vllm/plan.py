@@ -70,12 +70,12 @@ def choice_of(settings: str, chunk_size: int | None = None) -> Choice:
     return choice
 
 
-def is_too_short(choice: Choice, length: int, like: Tensor) -> bool:
-    """Return whether dense attention is faster for a prompt, on the device of a tensor."""
+def is_too_short(choice: Choice, length: int, sparse_cost: float) -> bool:
+    """Return whether dense attention is faster for a prompt, at a device's cost of sparse."""
     config = choice.config
     if config is None or not choice.is_sparse or not config.is_auto:
         return False
-    return length < config.shortest_sparse_prompt(like)
+    return length < config.shortest_at(sparse_cost)
 
 
 class Rules:

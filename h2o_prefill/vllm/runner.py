@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMValidationError
@@ -27,6 +26,7 @@ from vllm.v1.worker.gpu import model_states
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from h2o_prefill import __version__, vocabulary
+from h2o_prefill.config import sparse_cost
 from h2o_prefill.vllm.counters import Counters, shared_path
 from h2o_prefill.vllm.plan import EXACT, Choice, Planner, Prompt, Row, Rules, is_too_short
 from h2o_prefill.vllm.state import Checkpoints
@@ -285,13 +285,14 @@ def reset(worker: Any) -> None:
         steps.planner.reset()
 
 
-def layers_of(worker: Any) -> tuple[int, int]:
-    """Return how many layers of a worker have our attention, and how many have a cache."""
+def layers_of(worker: Any) -> tuple[int, int, float]:
+    """Return how many layers of a worker are ours, how many have a cache, and its sparse cost."""
     layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).values()
     kinds = [getattr(layer, "impl", None) for layer in layers]
     for name in {type(x).__name__ for x in kinds if x and not hasattr(x, "is_ours")}:
         logger.warning_once("h2o_prefill: %s: attention stays vLLM's", name)
-    return sum(getattr(x, "is_ours", False) for x in kinds), len(kinds)
+    cost = sparse_cost(worker.device, worker.vllm_config.model_config.dtype)
+    return sum(getattr(x, "is_ours", False) for x in kinds), len(kinds), cost
 
 
 def install() -> None:
@@ -329,8 +330,8 @@ def install() -> None:
         # The layers are made, the scheduler is not.
         result = initialize(self, vllm_config)
         # The ranks of one model have parts of the same layers.
-        ours, layers = self.model_executor.collective_rpc(layers_of)[0]
-        self.h2o_prefill = ours > 0
+        ours, layers, cost = self.model_executor.collective_rpc(layers_of)[0]
+        self.h2o_prefill, self.h2o_prefill_cost = ours > 0, cost
         check(None, vllm_config.model_config)
         scheduler, size = vllm_config.scheduler_config, rules().chunk_size
         cut = "" if scheduler.scheduler_cls is None and room_of(vllm_config) >= size else "not "
@@ -351,11 +352,8 @@ def install() -> None:
             # Sparse requests share pages with the same settings. Beams share their parameters.
             request.sampling_params = own = copy.copy(request.sampling_params)
             extra = own.extra_args = {**(own.extra_args or {}), SALT: request.cache_salt}
-            model, device = self.vllm_config.model_config, self.vllm_config.device_config
-            choice = rules().choice(extra.get(SETTINGS))
-            like = torch.empty(0, dtype=model.dtype, device=device.device_type)
-            length = len(request.prompt_token_ids or ())
-            if is_too_short(choice, length, like):
+            choice, ids = rules().choice(extra.get(SETTINGS)), request.prompt_token_ids or ()
+            if is_too_short(choice, len(ids), self.h2o_prefill_cost):
                 choice, extra[SETTINGS] = rules().choice(EXACT), EXACT
             if choice.text:
                 request.cache_salt = f"{request.cache_salt or ''}\n{SETTINGS}:{choice.text}"

@@ -369,8 +369,8 @@ def test_states_of_other_weights_are_replaced_and_dropped(monkeypatch):
 
 
 def test_prompts_for_which_dense_attention_is_faster():
-    like, open_settings = torch.empty(0), f"h2o,{SIZES}"
-    shortest = PrefillConfig.parse(open_settings).shortest_sparse_prompt(like)
+    cost, open_settings = 1.5, f"h2o,{SIZES}"
+    shortest = PrefillConfig.parse(open_settings).shortest_at(cost)
     for settings, length, short in (
         (open_settings, shortest - 1, True),
         (open_settings, shortest, False),
@@ -378,4 +378,4 @@ def test_prompts_for_which_dense_attention_is_faster():
         ("exact", 1, False),
         ("dense", 1, False),
     ):
-        assert is_too_short(choice_of(settings), length, like) is short
+        assert is_too_short(choice_of(settings), length, cost) is short
