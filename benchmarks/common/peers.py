@@ -185,6 +185,7 @@ class ExecuTorch:
         """Take `batch` tokens at a time."""
         from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
         from executorch.extension.pybindings import portable_lib as runtime
+        from executorch.kernels import quantized  # noqa: F401
 
         runtime._unsafe_reset_threadpool(threads)
         self._model = runtime._load_for_executorch(file)
