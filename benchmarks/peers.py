@@ -82,7 +82,7 @@ def peers(
     first window is the prompt that is timed, in turns. "cold_seconds" is from the start of the
     process to the first token of the shortest prompt, with files in the page cache;
     "peak_megabytes" the most memory of the process then. Then greedy decoding after the longest
-    prompt. Our weights have --dtype.
+    prompt. Our weights have --dtype; with float32, OpenVINO computes in it too.
     """
     if len(plan.dtypes) != 1 or len(plan.threads) != 1:
         raise typer.BadParameter("--dtype and --threads must be one each")

@@ -133,7 +133,8 @@ class Programs:
                 _run(tool, "export", "openvino", "--model", source, *task, scratch)
                 scratch.rename(target)
             dense = f"openvino {kind} dense"
-            shared = {"folder": str(target), "threads": self._threads}
+            float32 = self._dtype == "float32"
+            shared = {"folder": str(target), "threads": self._threads, "float32": float32}
             modes: dict[str, dict[str, Any]] = {
                 "dense": whole,
                 "xattention 0.95": {**whole, "mode": "XATTENTION", "xattention_threshold": 0.95},

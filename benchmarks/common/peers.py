@@ -22,7 +22,7 @@ _ENDLESS = 1 << 16
 class OpenvinoPaged:
     """OpenVINO GenAI with paged attention, dense or with a sparse mode."""
 
-    def __init__(self, folder: str, threads: int, batch: int, **sparse: Any) -> None:
+    def __init__(self, folder: str, threads: int, float32: bool, batch: int, **sparse: Any) -> None:
         """Take `batch` tokens at a time; `sparse` are fields of `SparseAttentionConfig`."""
         import openvino_genai as genai
 
@@ -35,7 +35,7 @@ class OpenvinoPaged:
             scheduler.use_sparse_attention = True
             scheduler.sparse_attention_config = genai.SparseAttentionConfig(mode=mode, **sparse)
         self._pipeline = genai.ContinuousBatchingPipeline(
-            folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+            folder, scheduler, "CPU", _properties(threads, float32)
         )
         # A handle that is let go of drops its request.
         self._decoding: Any = None
@@ -79,10 +79,10 @@ class OpenvinoPaged:
 class OpenvinoSdpa:
     """OpenVINO GenAI without paged attention, which tells no probabilities of a prompt."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, float32: bool) -> None:
         import openvino_genai as genai
 
-        properties = {"INFERENCE_NUM_THREADS": threads, "ATTENTION_BACKEND": "SDPA"}
+        properties = _properties(threads, float32) | {"ATTENTION_BACKEND": "SDPA"}
         self._pipeline = genai.LLMPipeline(folder, "CPU", **properties)
 
     def prefill(self, prompt: Ids) -> None:
@@ -95,6 +95,13 @@ class OpenvinoSdpa:
         self._pipeline.generate(
             genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1)
         )
+
+
+def _properties(threads: int, float32: bool) -> dict[str, Any]:
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+    if float32:  # not what is fastest on this CPU
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
+    return properties
 
 
 def _generation_config(**fields: Any) -> Any:
