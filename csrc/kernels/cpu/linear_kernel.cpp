@@ -84,21 +84,34 @@ void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
   });
 }
 
+// bfloat16 [outputs of all panels, inputs], of panels of bfloat16, whose pairs move as one number,
+// or of int8, whose products with the scales are rounded.
+at::Tensor plain_weight(const at::Tensor& packed, const at::Tensor& scales) {
+  const int64_t panels = packed.size(0), inputs = packed.size(1);
+  if (packed.scalar_type() == at::kBFloat16) {
+    const auto pairs = packed.view({-1, inputs / 2, 2 * kPanelOutputs}).view(at::kInt);
+    return pairs.transpose(1, 2).contiguous().view(at::kBFloat16).view({-1, inputs});
+  }
+  const auto floats = padded_floats(scales, panels * kPanelOutputs);
+  const auto plain =
+      at::empty({panels * kPanelOutputs, inputs}, packed.options().dtype(at::kBFloat16));
+  Args args{};
+  args.inputs = inputs;
+  args.panels = packed.const_data_ptr();
+  args.scales = floats.const_data_ptr<float>();
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    cpu_kernels().packed_linear->unpack_int8(args, begin, end,
+                                             static_cast<uint16_t*>(plain.mutable_data_ptr()));
+  });
+  return plain;
+}
+
 // Products of bfloat16 by oneDNN, which reads [outputs, inputs]: x of bfloat16, inputs even, panels
 // of bfloat16 or int8.
 at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                           const OptionalTensor& bias, int64_t outputs) {
-  const int64_t inputs = packed.size(1), padded = packed.size(0) * kPanelOutputs;
-  const bool is_int8 = packed.scalar_type() == at::kChar;
-  // Pairs of bfloat16 move as one number.
-  auto weight = is_int8 ? packed : packed.view({-1, inputs / 2, 2 * kPanelOutputs}).view(at::kInt);
-  weight = weight.transpose(1, 2).contiguous();
-  weight = is_int8 ? weight.to(at::kBFloat16) : weight.view(at::kBFloat16);
-  auto out = at::linear(x, weight.view({padded, inputs}).narrow(0, 0, outputs));
-  if (is_int8 && bias) out = out.to(at::kFloat);  // to be rounded once
-  if (is_int8) out.mul_(scales);
-  if (bias) out.add_(*bias);
-  return out.to(at::kBFloat16);
+  auto out = at::linear(x, plain_weight(packed, scales).narrow(0, 0, outputs));
+  return bias ? out.add_(*bias) : out;
 }
 
 at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,

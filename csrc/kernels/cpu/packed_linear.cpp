@@ -189,9 +189,30 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
   }
 }
 
+void unpack_int8(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* weights) {
+  constexpr int64_t kInputs = 16;  // transposed at once
+  for (int64_t panel = begin; panel < end; ++panel) {
+    uint16_t* const rows = weights + panel * kWidth * args.inputs;
+    const float* const scales = args.scales + panel * kWidth;
+    for (int64_t input = 0; input < args.inputs; input += kInputs) {
+      const int64_t count = args.inputs - input < kInputs ? args.inputs - input : kInputs;
+      const int8_t* const from =
+          static_cast<const int8_t*>(args.panels) + (panel * args.inputs + input) * kWidth;
+      uint16_t tile[kInputs][kWidth];
+      for (int64_t k = 0; k < count; ++k) {
+        for (int64_t o = 0; o < kWidth; ++o)
+          tile[k][o] = float_to_bfloat16(static_cast<float>(from[k * kWidth + o]) * scales[o]);
+      }
+      for (int64_t o = 0; o < kWidth; ++o) {
+        for (int64_t k = 0; k < count; ++k) rows[o * args.inputs + input + k] = tile[k][o];
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern const PackedLinearKernels kPackedLinearKernels;
-const PackedLinearKernels kPackedLinearKernels = {multiply_few, multiply_many};
+const PackedLinearKernels kPackedLinearKernels = {multiply_few, multiply_many, unpack_int8};
 
 }  // namespace h2o_prefill::H2O_ISA

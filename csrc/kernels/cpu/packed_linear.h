@@ -37,6 +37,8 @@ struct PackedLinearKernels {
   // Outputs [begin, end), whole tiles: weights are converted once for all tokens. scratch:
   // kScratchFloats, of one thread, whole cache lines.
   void (*multiply_many)(const PackedLinearArgs&, int64_t begin, int64_t end, float* scratch);
+  // Panels [begin, end) of int8, scaled, as bfloat16 [outputs of all panels, inputs].
+  void (*unpack_int8)(const PackedLinearArgs&, int64_t begin, int64_t end, uint16_t* weights);
 };
 
 }  // namespace h2o_prefill
