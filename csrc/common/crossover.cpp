@@ -24,7 +24,7 @@ struct CostRow {
 constexpr CostRow kDeviceCosts[] = {
     {"avx2", false, 1.05},  {"avx2", true, 1.05},         {"avx512", false, 1.10},
     {"avx512", true, 1.10}, {"avx512_bf16", false, 1.10}, {"avx512_bf16", true, 0.95},
-    {"amx", false, 1.10},   {"sm_90a", true, 4.0},
+    {"amx", false, 1.10},   {"amx", true, 1.30},          {"sm_90a", true, 4.0},
 };
 
 // Of devices that nobody has measured: CPUs, whose kernels have the same source, and others.
