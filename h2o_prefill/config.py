@@ -158,9 +158,10 @@ class PrefillConfig:
         """Return from how many tokens on sparse attention is faster on a tensor's device."""
         return self.shortest_at(sparse_cost(like.device, like.dtype))
 
+    @_cached
     def shortest_at(self, sparse_product: float) -> int:
         """Return from how many tokens on sparse attention is faster, at a `sparse_cost`."""
-        return _shortest(self, sparse_product)
+        return int(self.native.shortest_sparse_prompt(sparse_product))
 
     def resolved(self, shortest: int, prompt_tokens: int) -> PrefillConfig:
         """Return the settings of a prompt, with an open `min_prefill` resolved.
@@ -310,11 +311,6 @@ def _as_native(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return _NATIVE_AUTO if value == AUTO else value
-
-
-@_cached
-def _shortest(config: PrefillConfig, sparse_product: float) -> int:
-    return int(config.native.shortest_sparse_prompt(sparse_product))
 
 
 @_cached

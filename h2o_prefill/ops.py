@@ -293,7 +293,8 @@ def linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outpu
 
     Products of weights, `x` and `bias` [outputs] are added in float32 (float64 if x is), and the
     result has the dtype of x. Up to 6 tokens take the time of reading the weights. PyTorch's
-    `linear` multiplies 256 tokens or more in bfloat16 where the CPU has such products.
+    `linear` multiplies 256 tokens or more in bfloat16 where the CPU has such products, after
+    weights of int8, multiplied by their scales, are rounded to bfloat16.
     """
 
 
