@@ -180,14 +180,8 @@ def package(
     decoding with a DynamicCache. "speedup" says how many times as fast the package is as each of
     them. The package is exported first, and a model compiled for each length, which takes minutes.
     """
-    from common.variants import (
-        compiled_prefill,
-        decode_variants,
-        int8_twin,
-        package_decoder,
-        prefill_package,
-        prefill_variants,
-    )
+    from common.packages import package_decoder, prefill_package
+    from common.variants import compiled_prefill, decode_variants, int8_twin, prefill_variants
 
     if int8 and importlib.util.find_spec("torchao") is None:
         raise typer.BadParameter("--int8 needs torchao: pip install torchao")

@@ -107,8 +107,7 @@ def _weight_digests(model: nn.Module) -> dict[str, str]:
 
 def _counters(tensor: Tensor) -> tuple[int, int]:
     """Return the address of a tensor, and how often PyTorch has counted a change of it."""
-    address = 0 if tensor.is_meta else tensor.data_ptr()
-    return address, 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -158,27 +157,15 @@ def _tensors_of(
                 if adapter is None:
                     continue
         for tensor in _plain_tensors(weight):
-            present = _offloaded(model, name) if tensor.is_meta else tensor
-            yield _without_adapters(name), present, adapter
+            if tensor.is_meta:
+                raise ValueError(f"model must have its weights in memory, {name!r} is on meta")
+            yield _without_adapters(name), tensor, adapter
 
 
 def _parents(name: str) -> list[str]:
     """Return the paths of the modules that a tensor's name leads through, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
-
-
-def _offloaded(model: nn.Module, name: str) -> Tensor:
-    """Return a weight that accelerate keeps elsewhere; its hooks know where."""
-    for path in _parents(name):
-        hook: Any = getattr(model.get_submodule(path), "_hf_hook", None)
-        for each in getattr(hook, "hooks", [hook]):
-            weights: Any = getattr(each, "weights_map", None)
-            try:
-                return weights[name[len(path) + 1 if path else 0 :]]
-            except (KeyError, TypeError):
-                continue
-    raise ValueError(f"model must have its weights in memory or offloaded by accelerate, {name!r}")
 
 
 def _plain_tensors(weight: Any) -> list[Tensor]:

@@ -26,7 +26,6 @@ def linear_attention(
     feature_map: str | Callable[[Tensor], Tensor] = "elu+1",
     chunk_size: int = 64,
     causal: bool = True,
-    diagonal_once: bool = False,
     normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, LinearAttentionState]:
@@ -34,7 +33,7 @@ def linear_attention(
 
     Parameters
     ----------
-    q, k, v, log_decay, chunk_size, causal, diagonal_once, normalize, scale
+    q, k, v, log_decay, chunk_size, causal, normalize, scale
         As `ops.chunkwise_linear_attention` takes them.
     initial : LinearAttentionState, optional
         What the previous call of the sequence returned.
@@ -61,7 +60,7 @@ def linear_attention(
     if not isinstance(feature_map, str):
         q, k, feature_map = feature_map(q), feature_map(k), "identity"
     before, divisor = (None, None) if initial is None else initial
-    options = feature_map, chunk_size, causal, diagonal_once, normalize, scale
+    options = feature_map, chunk_size, causal, normalize, scale
     out, state, normalizer = ops.chunkwise_linear_attention(
         q, k, v, log_decay, before, divisor if normalize else None, *options
     )

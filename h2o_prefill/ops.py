@@ -360,7 +360,6 @@ def chunkwise_linear_attention(
     feature_map: str = "elu+1",
     chunk_size: int = 64,
     causal: bool = True,
-    diagonal_once: bool = False,
     normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,9 +390,7 @@ def chunkwise_linear_attention(
         compute 32 tokens together.
     causal : bool
         False: the sum of the forward direction and of the same over the reversed sequence, decays
-        and normalizer included, for encoders; no initial states.
-    diagonal_once : bool
-        With causal=False: whether a token sees itself once instead of in both directions.
+        and normalizer included, for encoders: a token sees itself twice; no initial states.
     normalize : bool
         Whether to divide by phi(q) . z.
     scale : float, optional

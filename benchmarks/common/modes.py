@@ -107,7 +107,7 @@ class Programs:
                 write_package(model, tokenizer, config, self._longest, path, weights)
                 arguments = {"path": str(path), "threads": self._threads}
                 modes[f"{OURS} {name}, {kind}"] = Mode(
-                    OURS, count, dense, "common.ours:Package", arguments, decodes=number == 0
+                    OURS, count, dense, "common.packages:Package", arguments, decodes=number == 0
                 )
         return modes
 

@@ -1,11 +1,10 @@
-"""Modes of this library and of transformers, with the methods of `common.peers`."""
+"""Modes of transformers and of this library in it, with the methods of `common.peers`."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import h2o_prefill
 from common.machine import keep_freed_memory
-from common.variants import decoder, package_decoder, prefill, prefill_package
-from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from common.variants import decoder, prefill
+from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.eval.scores import token_nll
 from h2o_prefill.generation import load_model
-from h2o_prefill.package import PrefillPackage
 
 Ids = list[int]
 
@@ -29,23 +27,11 @@ _TRI_SHAPE = "tri-shape"
 _SINKS, _RECENT, _LAST = 128, 1920, 100
 
 
-class _Ours:
-    """What a model and a package share."""
-
-    _decode: Callable[[], object] | None = None
-
-    def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        keep_freed_memory()
-
-    def decode(self) -> None:
-        """Decode in place of what the last call decoded."""
-        assert self._decode is not None
-        self._decode()
-
-
-class Transformers(_Ours):
+class Transformers:
     """A model of transformers: as it is, enabled, compiled, or with FlexAttention."""
+
+    # Decodes in place of what the last call decoded.
+    decode: Callable[[], object]
 
     def __init__(
         self,
@@ -61,7 +47,8 @@ class Transformers(_Ours):
         Or take `attention`, "tri-shape"; or let `backend`, a module that has one of its name for
         `torch.compile`, compile it.
         """
-        super().__init__(threads)
+        torch.set_num_threads(threads)
+        keep_freed_memory()
         self._model, tokenizer = load_model(model, dtype)
         if settings:
             h2o_prefill.enable(self._model, settings, tokenizer=tokenizer)
@@ -87,34 +74,7 @@ class Transformers(_Ours):
 
     def start(self, prompt: Ids, steps: int) -> None:
         """Prefill the prompt after which so many tokens are decoded."""
-        self._decode = decoder(self._model, torch.tensor([prompt]), steps)
-
-
-class Package(_Ours):
-    """A model that `h2o-prefill export` wrote."""
-
-    def __init__(self, path: str, threads: int) -> None:
-        """Load a package."""
-        super().__init__(threads)
-        self._package = PrefillPackage(Path(path))
-
-    def prefill(self, prompt: Ids) -> None:
-        """Compute the first token after a prompt."""
-        prefill_package(self._package, torch.tensor([prompt])).argmax(dim=-1)
-
-    def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
-        """Score the prompts' own tokens."""
-        scores = []
-        for ids in torch.tensor(prompts):
-            self._package.reset()
-            logits = self._package.forward(ids[None], torch.arange(begin, end))
-            scored = ids[begin : end + 1]
-            scores.append(token_nll(PromptLogits(logits, None), scored, range(end - begin)))
-        return torch.stack(scores).numpy()
-
-    def start(self, prompt: Ids, steps: int) -> None:
-        """Prefill the prompt after which so many tokens are decoded."""
-        self._decode = package_decoder(self._package, torch.tensor([prompt]), steps)
+        self.decode = decoder(self._model, torch.tensor([prompt]), steps)
 
 
 def _register_tri_shape() -> None:

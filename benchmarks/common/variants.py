@@ -17,7 +17,6 @@ from h2o_prefill import ChunkedPrefillCache, PrefixCache
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.observe import without_attention
 from h2o_prefill.hf.cache import cache_argument
-from h2o_prefill.package import PrefillPackage
 
 QUESTIONS = 10
 
@@ -120,30 +119,6 @@ def session_variants(
 
     session()
     return {"each": each, "prefixes": prefixes, "session": session, "reopened": reopened}
-
-
-def prefill_package(package: PrefillPackage, input_ids: Tensor) -> Tensor:
-    """Return the logits of the last token of a prompt, int64 [1, T]."""
-    package.reset()
-    return package.forward(input_ids)
-
-
-def package_decoder(
-    package: PrefillPackage, input_ids: Tensor, steps: int
-) -> Callable[[], list[int]]:
-    """Prefill a prompt; return what decodes so many tokens after it, greedily."""
-    first = prefill_package(package, input_ids).argmax(dim=-1, keepdim=True)
-    length = package.length
-
-    def decode() -> list[int]:
-        package.truncate(length)
-        token, tokens = first, []
-        for _ in range(steps):
-            token = package.forward(token).argmax(dim=-1, keepdim=True)
-            tokens.append(int(token))
-        return tokens
-
-    return decode
 
 
 @torch.inference_mode()

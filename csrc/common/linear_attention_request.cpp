@@ -74,7 +74,6 @@ void LinearAttentionRequest::check() const {
   check_qkv({query, key, value, scale});
   check_size("k", key, 2, query.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
-  TORCH_CHECK_VALUE(!(causal && diagonal_once), "diagonal_once must be False where causal is True");
   check_log_decay(*this);
   check_states(*this);
 }
@@ -98,8 +97,8 @@ void LinearAttentionRequest::check(const LinearAttentionGradients& gradients) co
 LinearAttentionRequest checked_linear_attention_request(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& log_decay,
     const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
-    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
-    bool normalize, std::optional<double> scale) {
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool normalize,
+    std::optional<double> scale) {
   LinearAttentionRequest request{q,
                                  k,
                                  v,
@@ -109,7 +108,6 @@ LinearAttentionRequest checked_linear_attention_request(
                                  feature_map_named(feature_map),
                                  chunk_size,
                                  causal,
-                                 diagonal_once,
                                  normalize,
                                  scale.value_or(1.0)};
   request.check();

@@ -35,7 +35,6 @@ struct LinearAttentionRequest {
   FeatureMap feature_map = FeatureMap::kIdentity;
   int64_t chunk_size = 64;
   bool causal = true;
-  bool diagonal_once = false;
   bool normalize = false;
   double scale = 1.0;  // not used where the output is normalised
 
@@ -61,8 +60,8 @@ using LinearAttentionInputGradients =
 LinearAttentionRequest checked_linear_attention_request(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& log_decay,
     const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
-    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
-    bool normalize, std::optional<double> scale);
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool normalize,
+    std::optional<double> scale);
 
 // The adapters between the dispatcher and a device's implementation of the operators; the schemas
 // are in ops/.
@@ -70,11 +69,11 @@ template <LinearAttentionResult (*attend)(const LinearAttentionRequest& request)
 LinearAttentionResult chunkwise_linear_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& log_decay,
     const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
-    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
-    bool normalize, std::optional<double> scale) {
-  const LinearAttentionRequest request = checked_linear_attention_request(
-      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
-      diagonal_once, normalize, scale);
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool normalize,
+    std::optional<double> scale) {
+  const LinearAttentionRequest request =
+      checked_linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer,
+                                       feature_map, chunk_size, causal, normalize, scale);
   return attend(request);
 }
 
@@ -85,10 +84,10 @@ LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
     const OptionalTensor& initial_state, const OptionalTensor& initial_normalizer,
     const at::Tensor& grad_out, const OptionalTensor& grad_state,
     const OptionalTensor& grad_normalizer, std::string_view feature_map, int64_t chunk_size,
-    bool causal, bool diagonal_once, bool normalize, std::optional<double> scale) {
-  const LinearAttentionRequest request = checked_linear_attention_request(
-      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
-      diagonal_once, normalize, scale);
+    bool causal, bool normalize, std::optional<double> scale) {
+  const LinearAttentionRequest request =
+      checked_linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer,
+                                       feature_map, chunk_size, causal, normalize, scale);
   const LinearAttentionGradients gradients{grad_out, or_undefined(grad_state),
                                            or_undefined(grad_normalizer)};
   request.check(gradients);

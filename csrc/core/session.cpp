@@ -34,7 +34,7 @@ void replace_file(const std::string& path, const Write& write) {
   std::error_code ignored;
   const fs::path target = fs::exists(path, ignored) ? fs::canonical(path, ignored) : fs::path(path);
   fs::path scratch = target;
-  scratch += "." + std::to_string(std::random_device()()) + ".part";
+  scratch += c10::str(".", std::random_device()(), ".part");
   try {
     std::ofstream stream(scratch, std::ios::binary);
     if (!stream) throw_errno("write", path);

@@ -13,7 +13,7 @@ using torch::autograd::variable_list;
 
 // The arguments after the tensors; they have no gradient.
 constexpr size_t kTensors = 6;
-constexpr size_t kArguments = 12;
+constexpr size_t kArguments = 11;
 
 class Differentiable : public torch::autograd::Function<Differentiable> {
  public:
@@ -22,13 +22,13 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
                                const OptionalTensor& initial_state,
                                const OptionalTensor& initial_normalizer,
                                const std::string& feature_map, int64_t chunk_size, bool causal,
-                               bool diagonal_once, bool normalize, std::optional<double> scale) {
+                               bool normalize, std::optional<double> scale) {
     static const auto op =
         find_op<LinearAttentionSignature>("h2o_prefill::chunkwise_linear_attention");
     const auto [out, state, normalizer] = [&] {
       const at::AutoDispatchBelowADInplaceOrView below;
       return op.call(q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size,
-                     causal, diagonal_once, normalize, scale);
+                     causal, normalize, scale);
     }();
     context->save_for_backward({q, k, v, or_undefined(log_decay), or_undefined(initial_state),
                                 or_undefined(initial_normalizer)});
@@ -36,7 +36,6 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
     options["feature_map"] = feature_map;
     options["chunk_size"] = chunk_size;
     options["causal"] = causal;
-    options["diagonal_once"] = diagonal_once;
     options["normalize"] = normalize;
     options["scale"] = scale;
     return {out, state, normalizer};
@@ -54,8 +53,8 @@ class Differentiable : public torch::autograd::Function<Differentiable> {
         op.call(saved[0], saved[1], saved[2], if_defined(saved[3]), if_defined(saved[4]),
                 if_defined(saved[5]), gradients[0], gradients[1], gradients[2],
                 options["feature_map"].toStringView(), options["chunk_size"].toInt(),
-                options["causal"].toBool(), options["diagonal_once"].toBool(),
-                options["normalize"].toBool(), options["scale"].toOptional<double>());
+                options["causal"].toBool(), options["normalize"].toBool(),
+                options["scale"].toOptional<double>());
     variable_list result{q, k, v, log_decay, state, normalizer};
     for (size_t i = 3; i < kTensors; ++i) {
       if (!saved[i].defined()) result[i] = at::Tensor();
@@ -70,15 +69,14 @@ LinearAttentionResult differentiable(const at::Tensor& q, const at::Tensor& k, c
                                      const OptionalTensor& initial_state,
                                      const OptionalTensor& initial_normalizer,
                                      std::string_view feature_map, int64_t chunk_size, bool causal,
-                                     bool diagonal_once, bool normalize,
-                                     std::optional<double> scale) {
+                                     bool normalize, std::optional<double> scale) {
   // Autograd refuses undefined tensors too, but its message does not name the argument.
   check_dims("q", q, 4);
   check_dims("k", k, 4);
   check_dims("v", v, 4);
-  const auto results = Differentiable::apply(q, k, v, log_decay, initial_state, initial_normalizer,
-                                             std::string(feature_map), chunk_size, causal,
-                                             diagonal_once, normalize, scale);
+  const auto results =
+      Differentiable::apply(q, k, v, log_decay, initial_state, initial_normalizer,
+                            std::string(feature_map), chunk_size, causal, normalize, scale);
   return {results[0], results[1], results[2]};
 }
 

@@ -59,7 +59,6 @@ def chunkwise_linear_attention(
     feature_map: str = "elu+1",
     chunk_size: int = 64,
     causal: bool = True,
-    diagonal_once: bool = False,
     normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,9 +86,7 @@ def chunkwise_linear_attention(
         state = from_start[:, :, -1, None, None] * state + arriving
     out = _output(weighted, q.dtype, normalize, scale)
     if not causal:
-        out = bidirectional_linear_attention(
-            q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
-        )
+        out = bidirectional_linear_attention(q, k, v, log_decay, feature_map, normalize, scale)
     return out, *_parts(state, normalize)
 
 
@@ -99,21 +96,18 @@ def bidirectional_linear_attention(
     v: Tensor,
     log_decay: Tensor | None = None,
     feature_map: str = "elu+1",
-    diagonal_once: bool = False,
     normalize: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """Attend forwards and backwards, and add up: for encoders.
 
     The backward direction is the forward one over the reversed sequence, decays included. Each
-    token sees itself in both, so it counts twice, unless `diagonal_once`. The normalizer is
+    token sees itself in both, so it counts twice. The normalizer is
     also the sum of both directions.
     """
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
     backwards = decay_matrix(decay.flip(2)).flip(2, 3)
     within = decay_matrix(decay) + backwards
-    if diagonal_once:
-        within = within - torch.eye(q.shape[2], dtype=within.dtype, device=within.device)
     matrix = (queries @ keys.unsqueeze(2).transpose(3, 4)) * within.unsqueeze(2)
     return _output(matrix @ values.unsqueeze(2), q.dtype, normalize, scale)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from vllm import _custom_ops
@@ -16,13 +14,8 @@ from h2o_prefill.vllm.plan import Pages
 class Backend(cpu_attn.CPUAttentionBackend):
     """vLLM's backend, under its own name, with the builder and the attention below."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Attention
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return Builder
+    get_impl_cls = staticmethod(lambda: Attention)
+    get_builder_cls = staticmethod(lambda: Builder)
 
 
 class Attention(backend.Attention, cpu_attn.CPUAttentionBackendImpl):

@@ -18,13 +18,8 @@ from h2o_prefill.vllm.plan import Pages
 class Backend(flash_attn.FlashAttentionBackend):
     """vLLM's backend, under its own name, with the builder and the attention below."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Attention
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return Builder
+    get_impl_cls = staticmethod(lambda: Attention)
+    get_builder_cls = staticmethod(lambda: Builder)
 
 
 class Attention(backend.Attention, flash_attn.FlashAttentionImpl):

@@ -42,7 +42,7 @@ CALLS = {
         {
             **{"q": NO_QUERIES, "k": NO_QUERIES, "v": NO_QUERIES, "grad_out": NO_QUERIES},
             **{"grad_state": ONE_KEY, "feature_map": "elu+1", "chunk_size": 64, "causal": True},
-            **{"diagonal_once": False, "normalize": False},
+            **{"normalize": False},
         },
         "valid",
     ),

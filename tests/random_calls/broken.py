@@ -236,7 +236,6 @@ def _linear(a: Arguments) -> Changes:
     longer = {x: resized(a[x], 2, a[x].shape[2] + 1) for x in ("k", "v")}
     changes = {
         "k and v are longer": longer,
-        "one direction with a diagonal": {"causal": True, "diagonal_once": True},
         "the decay has two dimensions": {
             "log_decay": Floats(a["k"].shape[:2], "float32", fill="negative")
         },

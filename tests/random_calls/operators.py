@@ -331,7 +331,6 @@ def _linear(p: Problem) -> Arguments:
         # Products of both signs would let a divisor come near 0.
         "feature_map": draw.choice(["elu+1", "relu", "identity"][: 1 if normalize else 3]),
         "causal": causal,
-        "diagonal_once": not causal and draw.chance(0.5),
         "normalize": normalize,
     }
 

@@ -218,7 +218,6 @@ struct LinearAttentionOptions {
   std::string feature_map = "elu+1";  // or "relu", "identity"
   int64_t chunk_size = 64;            // does not change the result beyond rounding
   bool causal = true;                 // false: the sum of both directions, without initial states
-  bool diagonal_once = false;         // without causal: a token sees itself once, not twice
   bool normalize = false;
   std::optional<double> scale = {};  // default 1; cancels out where the output is normalised
 };

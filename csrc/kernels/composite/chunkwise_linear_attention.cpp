@@ -94,7 +94,6 @@ at::Tensor weights_of(const LinearAttentionRequest& r, const Operands& x,
                       const std::vector<Scanned>& normalizers) {
   auto z = normalizers[0].out;
   if (!r.causal) z = z + normalizers[1].out;
-  if (r.diagonal_once) z = z - x.key;
   return dot_rows(x.query, repeat_groups(z, x.query.size(1)));
 }
 
@@ -184,16 +183,6 @@ at::Tensor dot_heads(const at::Tensor& a, const at::Tensor& b) {
   return b.defined() ? (a * b).sum(at::IntArrayRef{2, 3}) : b;
 }
 
-void subtract_diagonal(OperandGradients& sum, const Operands& x, const Arriving& arriving) {
-  const int64_t query_heads = x.query.size(1), heads = x.key.size(1);
-  const auto key = repeat_groups(x.key, query_heads), value = repeat_groups(x.value, query_heads);
-  auto by_product = dot_rows(arriving.out, value);
-  if (arriving.weights.defined()) by_product = by_product + arriving.weights;
-  sum.query = sum.query - by_product * key;
-  sum.key = sum.key - sum_groups(by_product * x.query, heads);
-  sum.value = sum.value - sum_groups(dot_rows(x.query, key) * arriving.out, heads);
-}
-
 }  // namespace
 
 LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearScan scan) {
@@ -205,11 +194,6 @@ LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearSc
   }
   auto weighted = found[0].out;
   if (!r.causal) weighted = weighted + found[1].out;
-  if (r.diagonal_once) {
-    const int64_t heads = x.query.size(1);
-    weighted =
-        weighted - dot_rows(x.query, repeat_groups(x.key, heads)) * repeat_groups(x.value, heads);
-  }
   weighted = weighted * (r.normalize ? inverse_weights(weights_of(r, x, normalizers))
                                      : at::scalar_tensor(r.scale, weighted.options()));
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
@@ -252,13 +236,7 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
     by_query.push_back(direction(arriving.out, x.value, x.key, x.decay, transposed(x.state)));
     if (r.normalize) along = sum_of(along, dot_rows(x.query, by_query.back().out));
   }
-  if (r.normalize) {
-    if (r.diagonal_once) {
-      along = along - dot_rows(x.query, repeat_groups(x.key, x.query.size(1))) *
-                          dot_rows(arriving.out, repeat_groups(x.value, x.query.size(1)));
-    }
-    arriving.weights = (along * inverse).neg();
-  }
+  if (r.normalize) arriving.weights = (along * inverse).neg();
 
   OperandGradients sum;
   for (size_t i = 0; i < directions.size(); ++i) {
@@ -279,7 +257,6 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
     sum.decay = sum_of(sum.decay, one.decay);
     if (i == 0) sum.state = one.state, sum.normalizer = one.normalizer;
   }
-  if (r.diagonal_once) subtract_diagonal(sum, x, arriving);
 
   const auto none = sum.query.new_empty({0});
   const auto dtype = r.query.scalar_type();

@@ -62,9 +62,9 @@ def test_without_its_packages_it_says_so_in_one_line(monkeypatch, modules, messa
 
 def test_without_dask_it_says_what_to_install(run, small_commands, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    done = run(*small_commands["ablate"], "--workers", "1")
+    done = run(*small_commands["ablate"], "--scheduler", "tcp://127.0.0.1:1")
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
-    assert "need Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
+    assert "needs Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
 
 
 def test_mistakes_of_ours_and_debug_show_the_traceback(run, monkeypatch):

@@ -73,17 +73,15 @@ def test_a_normalizer_of_zero_gives_zero(device, causal):
     assert (q.grad[:, :, 20:30] == 0).all() and q.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("causal", "diagonal_once"), [(True, False), (False, False), (False, True)]
-)
+@pytest.mark.parametrize(("causal", "decays"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_gradcheck(device, causal, diagonal_once, normalize):
+def test_gradcheck(device, causal, decays, normalize):
     """Autograd hands every argument on; random calls of the backward pass have its sizes."""
     q, k, v = make_qkv(Shape(1, 2, 1, 7, 3, 2), torch.float64, device)
     state = k[:, :, :3].mT @ v[:, :, :3]
-    arguments = [q, k, v, None if diagonal_once else -v[..., 0].abs() - 0.1]
+    arguments = [q, k, v, -v[..., 0].abs() - 0.1 if decays else None]
     arguments += [state, state.abs().sum(3) if normalize else None] if causal else []
-    options = {"causal": causal, "diagonal_once": diagonal_once, "normalize": normalize}
+    options = {"causal": causal, "normalize": normalize}
     given = [x.requires_grad_() for x in arguments if x is not None]
 
     def call(*tensors):

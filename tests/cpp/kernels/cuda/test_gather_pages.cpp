@@ -17,7 +17,8 @@ struct alignas(16) Unit {
 void gather(int64_t page_size, int64_t units, const std::array<int, 3>& order) {
   const std::array<int64_t, 3> sizes{5, 3, page_size};  // pages, heads, rows
   std::vector<int32_t> table{3, 0, 5, 4, -1, 3};
-  GatherPagesParams p{.num_pages = 5, .page_size = page_size, .table = table.data(), .heads = 3};
+  GatherPagesParams p{};
+  p.num_pages = 5, p.page_size = page_size, p.table = table.data(), p.heads = 3;
   int64_t stride = p.row_units = units;
   for (const int dim : order) {
     p.strides[dim] = stride;
