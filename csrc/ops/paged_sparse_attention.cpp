@@ -6,7 +6,7 @@ namespace h2o_prefill {
 // with any strides: token t is row t % size of page page_table[t / size], int32 or int64. q [1, Hq,
 // T, D] are the last of its first `total` tokens; out [1, Hq, T, Dv] is written; both may have any
 // strides. Sparse in every call, except in dense layers and by exact settings. layer and settings
-// are those of prefill_attention_(), recall_* those of the call. memory, scores and errors are the
+// are as in prefill_attention_(), recall_* are of the call. memory, scores and errors are the
 // checkpoint before the call, [1, Hkv, ...]; without one, earlier tokens are candidates with score
 // 0. Returns the checkpoints, as `Checkpoints` has them, at as many of the last ends of chunks as
 // `checkpoints` says, the end of the call included, or none of a dense call.

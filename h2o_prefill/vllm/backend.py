@@ -19,7 +19,7 @@ from h2o_prefill.vllm import runner
 from h2o_prefill.vllm.plan import Pages, Row
 from h2o_prefill.vllm.runner import first_of, logger, refused
 
-# Of the classes below, which are bases of classes with vLLM's behind them.
+# Of the classes below, which come before vLLM's among the bases of a class.
 Base: Any = object
 
 

@@ -14,7 +14,7 @@ from typing import Any
 TESTED = (0, 30), (0, 33)
 
 # Names by module or class, of all devices and of one, functions with their parameters: exactly
-# these, or others behind them, "..." with defaults, where the plugin calls, or "*" any, where its
+# these, or more after them, "..." with defaults, where the plugin calls, or "*" any, where its
 # wrapper passes them on.
 USED = {
     "vllm.config": """get_layers_from_vllm_config(vllm_config, layer_type, layer_names, ...)

@@ -45,6 +45,6 @@ class Builder(backend.Builder, flash_attn.FlashAttentionMetadataBuilder):
         return AttentionCGSupport.UNIFORM_BATCH
 
     def reads_pages(self) -> bool:
-        """Return whether keys and values have one size: that of their type is the model's."""
+        """Return whether keys and values have one size; FP8 pages are refused before."""
         spec = self.kv_cache_spec
         return getattr(spec, "head_size_v", spec.head_size) == spec.head_size

@@ -88,8 +88,8 @@ class Checkpoints:
     """States of prompts by key, up to a number of bytes; the least recently used is removed.
 
     A state may be put before the step that fills it in has run: requests of the same step that go
-    on from it run after it. `settle` counts its bytes afterwards: those of its trimmed tensors, but
-    with several `ranks` of one model those before, since all ranks must remove the same states.
+    on from it run after it. `settle` counts the bytes of its trimmed tensors afterwards. Several
+    `ranks` of one model count them untrimmed, since all ranks must remove the same states.
     """
 
     def __init__(self, max_bytes: int, ranks: int = 1) -> None:
