@@ -278,12 +278,12 @@ def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig
 
 @_operator
 def pack_linear(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Pack the weight [outputs, inputs] of a linear layer for `linear` and `packed_embedding`.
+    """Pack the weight [outputs, even inputs] of a linear layer for `linear` and `packed_embedding`.
 
     `format` is "bfloat16", "float16" or "int8", rounded to multiples of a scale for each output,
     its largest magnitude / 127. Returns packed, [ceil(outputs / 16), inputs, 16] of that dtype, the
     same for all CPUs, and scales, float32 [outputs] of int8, else [0]. Panels of 16 outputs, the
-    last filled up with zeros, are [inputs, 16]; of bfloat16 [inputs / 2, 16, 2], an odd input last.
+    last filled up with zeros, are [inputs, 16]; of bfloat16 [inputs / 2, 16, 2].
     """
 
 

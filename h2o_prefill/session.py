@@ -42,18 +42,18 @@ class Session(NamedTuple):
             torch.save((*texts, ids.cpu().contiguous(), counts, *chain(*tensors)), scratch)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Session:
-        """Read a session file; with `mmap`, keys and values are a private memory map of it.
+    def load(cls, path: str | os.PathLike[str]) -> Session:
+        """Read a session file.
 
         Raises
         ------
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is no session, is damaged (a memory map is not checked), or is of another version.
+            If it is no session, is damaged, or is of another version.
         """
         try:
-            name, version, *fields = _tuple_of(Path(path).expanduser(), mmap)
+            name, version, *fields = _tuple_of(Path(path).expanduser())
             if name != _NAME:
                 raise ValueError("it is no session file")
             if version != _VERSION:
@@ -69,12 +69,12 @@ class Session(NamedTuple):
         return cls(settings, fingerprint, ids if ids.numel() else None, layers)
 
 
-def _tuple_of(path: Path, mmap: bool) -> tuple[Any, ...]:
+def _tuple_of(path: Path) -> tuple[Any, ...]:
     path.open("rb").close()
     try:
         with ZipFile(path) as file:  # PyTorch does not look at checksums.
-            damaged = None if mmap else file.testzip()
-        loaded = None if damaged else torch.load(path, "cpu", weights_only=True, mmap=mmap)
+            damaged = file.testzip()
+        loaded = None if damaged else torch.load(path, "cpu", weights_only=True)
     except (EOFError, OSError, RuntimeError, ValueError, UnpicklingError, BadZipFile):
         loaded = None
     if not isinstance(loaded, tuple) or len(loaded) < 2:

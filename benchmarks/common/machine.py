@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from h2o_prefill.eval.timing import peak_bytes
-
 # Options of mallopt().
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -40,6 +38,8 @@ def keep_freed_memory() -> bool:
 
 def first_call_peak_bytes(call: Callable[[], object]) -> int:
     """Return what a call allocates at most in a thread that has kept no workspace yet."""
+    from h2o_prefill.eval.timing import peak_bytes  # loads transformers
+
     with ThreadPoolExecutor(max_workers=1) as fresh_thread:
         return fresh_thread.submit(peak_bytes, call).result()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from common.machine import keep_freed_memory
 from h2o_prefill.package import PrefillPackage
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Package:
     def __init__(self, path: str, threads: int) -> None:
         """Load a package."""
         torch.set_num_threads(threads)
+        keep_freed_memory()
         self._package = PrefillPackage(Path(path))
 
     def prefill(self, prompt: Ids) -> None:

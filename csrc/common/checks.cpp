@@ -69,8 +69,9 @@ void check_packed(const Tensor& packed, const Tensor& scales, int64_t outputs) {
   const bool is_int8 = packed.scalar_type() == at::kChar;
   TORCH_CHECK_VALUE(is_int8 || at::isReducedFloatingType(packed.scalar_type()),
                     "packed must be bfloat16, float16 or int8, got ", describe(packed));
-  TORCH_CHECK_VALUE(packed.numel() > 0 && packed.size(2) == kPanelOutputs && packed.is_contiguous(),
-                    "packed must be a contiguous [panels, inputs, ", kPanelOutputs, "], got ",
+  TORCH_CHECK_VALUE(packed.numel() > 0 && packed.size(1) % 2 == 0 &&
+                        packed.size(2) == kPanelOutputs && packed.is_contiguous(),
+                    "packed must be a contiguous [panels, even inputs, ", kPanelOutputs, "], got ",
                     describe(packed));
   const int64_t most = packed.size(0) * kPanelOutputs;
   check_between("outputs", outputs, most - kPanelOutputs + 1, most);
@@ -284,7 +285,8 @@ void check_gather_rows(const Tensor& x, const Tensor& indices) {
 void check_pack_linear(const Tensor& weight, std::string_view format) {
   check_dims("weight", weight, 2);
   check_float("weight", weight);
-  TORCH_CHECK_VALUE(weight.numel() > 0, "weight must have outputs and inputs, got ",
+  TORCH_CHECK_VALUE(weight.numel() > 0 && weight.size(1) % 2 == 0,
+                    "weight must have outputs and an even number of inputs, got ",
                     describe(weight));
   TORCH_CHECK_VALUE(format == "bfloat16" || format == "float16" || format == "int8",
                     "format must be bfloat16, float16 or int8, got '", one_line(format), "'");

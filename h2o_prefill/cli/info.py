@@ -1,9 +1,9 @@
-"""`h2o-prefill info`: versions, hardware and supported operators."""
+"""`h2o-prefill info`: versions, hardware and what the library supports."""
 
 from __future__ import annotations
 
 from h2o_prefill.cli import options, outputs, tables
-from h2o_prefill.eval.report import crossovers, environment, operators
+from h2o_prefill.eval.report import crossovers, environment
 from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 from h2o_prefill.generation.gguf import cache_dir
 from h2o_prefill.presets import PRESETS
@@ -15,7 +15,6 @@ def info(report: outputs.ReportOptions) -> None:
     report.check()
     sections = {
         "environment": environment(),
-        "operators (devices)": operators(),
         "shortest sparse prompt": crossovers(),
         "command line": {
             "default model": DEFAULT_MODEL,

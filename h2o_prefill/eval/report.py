@@ -95,22 +95,6 @@ def crossovers() -> dict[str, str]:
     return texts
 
 
-def operators() -> dict[str, list[str]]:
-    """Return the operators of `h2o_prefill.ops` and their devices; "any": the composite version."""
-    keys = {"CPU": "cpu", "CUDA": "cuda"}
-    keys |= dict.fromkeys(("CompositeExplicitAutograd", "CompositeImplicitAutograd"), "any")
-    names = (name.partition("h2o_prefill::")[2] for name in torch._C._dispatch_get_all_op_names())
-    return {
-        name: [
-            device
-            for key, device in keys.items()
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"h2o_prefill::{name}", key)
-        ]
-        for name in sorted(names)
-        if name and hasattr(h2o_prefill.ops, name)
-    }
-
-
 def cpu_name() -> str:
     """Return the processor's model name."""
     try:

@@ -43,6 +43,6 @@ def _places(outputs: int, packed: Tensor) -> Tensor:
     inputs = packed.shape[1]
     output, i = torch.arange(outputs)[:, None], torch.arange(inputs)
     panel, column = output // PANEL * inputs * PANEL, output % PANEL
-    in_pairs = i // 2 * 2 * PANEL + column * 2 + i % 2
-    paired = (i < inputs // 2 * 2) & (packed.dtype == torch.bfloat16)
-    return panel + torch.where(paired, in_pairs, i * PANEL + column)
+    if packed.dtype == torch.bfloat16:
+        return panel + i // 2 * 2 * PANEL + column * 2 + i % 2
+    return panel + i * PANEL + column

@@ -260,6 +260,7 @@ def _packed(a: Arguments) -> Changes:
         "a panel more": {"packed": resized(packed, 0, packed.shape[0] + 1)},
         "panels of 15": {"packed": resized(packed, 2, 15)},
         "panels without inputs": {"packed": resized(packed, 1, 0)},
+        "an odd input": {"packed": resized(packed, 1, packed.shape[1] + 1)},
         "panels that are not contiguous": {"packed": replace(packed, layout="sliced")},
         "a panel of outputs more": {"outputs": a["outputs"] + 16},
         "a scale more": {"scales": resized(scales, 0, scales.shape[0] + 1)},
@@ -351,8 +352,8 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
     "intra_chunk_attention": _attention,
     "linear": _linear_layer,
     "pack_linear": lambda a: {
-        f"weight has no {name}": {"weight": resized(a["weight"], dim, 0)}
-        for dim, name in enumerate(("outputs", "inputs"))
+        f"weight of {size} in dimension {dim}": {"weight": resized(a["weight"], dim, size)}
+        for dim, size in ((0, 0), (1, 0), (1, 3))
     },
     "packed_embedding": _embedding,
     "memory_attention": lambda a: (

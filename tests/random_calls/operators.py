@@ -283,8 +283,9 @@ def _gather_rows(p: Problem) -> Arguments:
 
 
 def _packed(p: Problem) -> Arguments:
-    """Return packed weights, any numbers, of D to 9 D inputs and E to 9 E outputs."""
+    """Return packed weights, any numbers, of 2 D to 18 D inputs and E to 9 E outputs."""
     inputs, outputs = (p[x] * p.draw.choice([1, 3, 9]) for x in "DE")
+    inputs *= 2
     dtype = p.fixed.get("format", p.draw.choice(["bfloat16", "float16", "int8"]))
     shape = -(-outputs // 16), inputs, 16
     fill, layout = "bytes" if dtype == "int8" else "normal", p.draw.choice(["contiguous", "offset"])
@@ -380,7 +381,7 @@ GROUPS: dict[str, Callable[[Problem], Arguments]] = {
         "settings": settings_text(p.draw, p.config.replace(recall=max(p.config.recall, 1)))
     },
     "linear": _linear_layer,
-    "pack_linear": lambda p: {"weight": p.tensor("xED")},
+    "pack_linear": lambda p: {"weight": p.resized(D=2 * p["D"]).tensor("xED")},
     "packed_embedding": _packed_embedding,
     "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
     "paged_sparse_attention_": _paged,

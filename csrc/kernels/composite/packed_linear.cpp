@@ -12,18 +12,11 @@ using at::indexing::Slice;
 // Rows of a packed weight, float32: ids [n] -> [n, inputs].
 at::Tensor packed_rows(const at::Tensor& ids, const at::Tensor& packed, const at::Tensor& scales) {
   const auto panel = ids.floor_divide(kPanelOutputs), output = ids.remainder(kPanelOutputs);
-  at::Tensor rows;
+  auto weights = packed;
   if (packed.scalar_type() == at::kBFloat16) {
-    const int64_t panels = packed.size(0), pairs = packed.size(1) / 2;
-    const auto paired = packed.narrow(1, 0, 2 * pairs).reshape({panels, pairs, kPanelOutputs, 2});
-    const auto last = packed.narrow(1, 2 * pairs, packed.size(1) % 2);
-    rows = at::cat(
-        {paired.index({panel, Slice(), output}).flatten(1), last.index({panel, Slice(), output})},
-        1);
-  } else {
-    rows = packed.index({panel, Slice(), output});
+    weights = packed.view({packed.size(0), packed.size(1) / 2, kPanelOutputs, 2});
   }
-  rows = rows.to(at::kFloat);
+  const auto rows = weights.index({panel, Slice(), output}).flatten(1).to(at::kFloat);
   return scales.numel() > 0 ? rows * scales.index({ids}).unsqueeze(1) : rows;
 }
 
@@ -45,13 +38,8 @@ std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight, std::st
   numbers = at::constant_pad_nd(numbers, {0, 0, 0, padded - outputs})
                 .view({panels, kPanelOutputs, inputs});
   if (format != "bfloat16") return {numbers.transpose(1, 2).contiguous(), scales};
-  const int64_t pairs = inputs / 2;
-  const auto paired = numbers.narrow(2, 0, 2 * pairs)
-                          .reshape({panels, kPanelOutputs, pairs, 2})
-                          .transpose(1, 2)
-                          .reshape({panels, 2 * pairs, kPanelOutputs});
-  const auto last = numbers.narrow(2, 2 * pairs, inputs % 2).transpose(1, 2);
-  return {at::cat({paired, last}, 1), scales};
+  const auto paired = numbers.view({panels, kPanelOutputs, inputs / 2, 2}).transpose(1, 2);
+  return {paired.reshape({panels, inputs, kPanelOutputs}), scales};
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,

@@ -67,7 +67,7 @@ void multiply_many(const Args& args) {
                 });
 }
 
-// Products of bfloat16 by AMX: panels lie as it reads them. x: [tokens, inputs], inputs even.
+// Products of bfloat16 by AMX: panels lie as it reads them. x: [tokens, inputs].
 void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
   const int64_t blocks = divide_up(args.tokens, kGemmTokens);
   const auto* panels = static_cast<const at::BFloat16*>(args.panels);
@@ -106,8 +106,7 @@ at::Tensor plain_weight(const at::Tensor& packed, const at::Tensor& scales) {
   return plain;
 }
 
-// Products of bfloat16 by oneDNN, which reads [outputs, inputs]: x of bfloat16, inputs even, panels
-// of bfloat16 or int8.
+// Products of bfloat16 by oneDNN, which reads [outputs, inputs]: panels of bfloat16 or int8.
 at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                           const OptionalTensor& bias, int64_t outputs) {
   auto out = at::linear(x, plain_weight(packed, scales).narrow(0, 0, outputs));
@@ -126,7 +125,7 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   const int64_t tokens = x_argument.numel() / inputs,
                 padded = round_up(outputs, Args::kTileOutputs);
   const bool few = tokens <= Args::kFewTokens;
-  const bool in_pairs = dtype == at::kBFloat16 && inputs % 2 == 0;  // as bfloat16's products take x
+  const bool in_pairs = dtype == at::kBFloat16;  // as bfloat16's products take x
   if (in_pairs && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
       packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
     return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);

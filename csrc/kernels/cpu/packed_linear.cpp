@@ -19,25 +19,20 @@ static_assert(kTokens % kTileRows == 0);
 static_assert(PackedLinearArgs::kScratchFloats >=
               (PackedLinearArgs::kBlockOutputs + kTokens) * kDepth);
 
-// How weights lie. load(): vector v of the weights of each of the kGroup inputs that lie together.
-// Rest: how inputs lie that are no whole group.
+// How weights lie. load(): vector v of the weights of each of two inputs.
 template <typename N, Vec (&load_lanes)(const N*)>
 struct Rows {
   using Number = N;
-  using Rest = Rows;
-  static constexpr int kGroup = 1;
-  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
-    w[0] = load_lanes(group + v * kLanes);
+  static H2O_INLINE void load(const Number* inputs, int v, Vec (&w)[2]) {
+    for (int i = 0; i < 2; ++i) w[i] = load_lanes(inputs + i * kWidth + v * kLanes);
   }
 };
 
 struct BFloat16Pairs {
   using Number = uint16_t;
-  using Rest = Rows<uint16_t, load_bfloat16>;
-  static constexpr int kGroup = 2;
-  static H2O_INLINE void load(const Number* group, int v, Vec (&w)[kGroup]) {
+  static H2O_INLINE void load(const Number* inputs, int v, Vec (&w)[2]) {
     typedef uint32_t Pairs __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
-    const UintVec pairs = *reinterpret_cast<const Pairs*>(group + v * 2 * kLanes);
+    const UintVec pairs = *reinterpret_cast<const Pairs*>(inputs + v * 2 * kLanes);
     w[0] = reinterpret_cast<Vec>(pairs << 16);
     w[1] = reinterpret_cast<Vec>(pairs & 0xFFFF0000U);
   }
@@ -50,7 +45,7 @@ H2O_INLINE void with_rows(PanelType type, const Function& f) {
   f(Rows<int8_t, load_int8>{});
 }
 
-// The weights of a panel from an input on, which begins a group.
+// The weights of a panel from an even input on.
 template <typename Layout>
 H2O_INLINE const typename Layout::Number* weights_at(const PackedLinearArgs& args, int64_t panel,
                                                      int64_t input) {
@@ -63,13 +58,13 @@ template <typename Layout, int kInputs, int kWays, int kN>
 H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Layout::Number* weights,
                            Vec (&sums)[kWays][kN][kVectors]) {
 #pragma GCC unroll 8
-  for (int first = 0; first < kInputs; first += Layout::kGroup) {
+  for (int first = 0; first < kInputs; first += 2) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      Vec w[Layout::kGroup];
+      Vec w[2];
       Layout::load(weights + first * kWidth, v, w);
 #pragma GCC unroll 2
-      for (int i = 0; i < Layout::kGroup; ++i) {
+      for (int i = 0; i < 2; ++i) {
 #pragma GCC unroll 6
         for (int t = 0; t < kN; ++t) {
           Vec& sum = sums[(first + i) % kWays][t][v];
@@ -85,7 +80,7 @@ template <typename Layout, int kN>
 void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
   constexpr int kSums = kN * kVectors;
   constexpr int kWays = kSums >= 8 ? 1 : (kSums >= 4 ? 2 : (kSums >= 2 ? 4 : 8));
-  constexpr int kStep = kWays > Layout::kGroup ? kWays : Layout::kGroup;
+  constexpr int kStep = kWays > 2 ? kWays : 2;
   constexpr int64_t kAhead = 1024;  // bytes
   Vec sums[kWays][kN][kVectors] = {};
   const auto* weights = weights_at<Layout>(args, panel, 0);
@@ -96,11 +91,8 @@ void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
       __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAhead + byte);
     add_inputs<Layout, kStep>(x, args.inputs, weights, sums);
   }
-  for (; left >= Layout::kGroup; left -= Layout::kGroup, x += Layout::kGroup) {
-    add_inputs<Layout, Layout::kGroup>(x, args.inputs, weights, sums);
-    weights += Layout::kGroup * kWidth;
-  }
-  if (left > 0) add_inputs<typename Layout::Rest, 1>(x, args.inputs, weights, sums);
+  for (; left > 0; left -= 2, x += 2, weights += 2 * kWidth)
+    add_inputs<Layout, 2>(x, args.inputs, weights, sums);
   for (int t = 0; t < kN; ++t) {
     for (int v = 0; v < kVectors; ++v) {
       Vec total = sums[0][t][v];
@@ -124,7 +116,7 @@ void multiply_few(const PackedLinearArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-// Inputs [input, input + depth) of a panel, as panels of tile.h have them; of those that there are
+// Inputs [input, input + depth) of a panel, as panels of tile.h have them; of a panel that there is
 // not, zeros. `column`: of the first output, in the block.
 template <typename Layout>
 void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, int64_t depth,
@@ -140,23 +132,19 @@ void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, i
         !exists ? Vec{}
                 : (args.scales ? load(args.scales + panel * kWidth + v * kLanes) : broadcast(1.0F));
   }
-  const auto convert = [&](auto kind, int64_t k) {
-    using Kind = decltype(kind);
+  for (int64_t k = 0; k < depth; k += 2) {
     for (int v = 0; v < kVectors; ++v) {
-      Vec w[Kind::kGroup] = {};
-      if (exists) Kind::load(weights + k * kWidth, v, w);
-      for (int i = 0; i < Kind::kGroup; ++i) store(to[v] + (k + i) * kPanel, w[i] * scale[v]);
+      Vec w[2] = {};
+      if (exists) Layout::load(weights + k * kWidth, v, w);
+      for (int i = 0; i < 2; ++i) store(to[v] + (k + i) * kPanel, w[i] * scale[v]);
     }
-  };
-  int64_t k = 0;
-  for (; k + Layout::kGroup <= depth; k += Layout::kGroup) convert(Layout{}, k);
-  if (k < depth) convert(typename Layout::Rest{}, k);
+  }
 }
 
 void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, float* scratch) {
   float* const block = scratch;
   float* const rows = scratch + PackedLinearArgs::kBlockOutputs * kDepth;
-  // Parts of nearly the same size, each a whole number of groups.
+  // Parts of nearly the same size, each an even number of inputs.
   const int64_t part = round_up(divide_up(args.inputs, divide_up(args.inputs, kDepth)), int64_t{2});
   for (int64_t input = 0; input < args.inputs; input += part) {
     const int64_t depth = args.inputs - input < part ? args.inputs - input : part;

@@ -1,8 +1,8 @@
 // The inner part of linear layers whose weights have 16 or 8 bits: products in float32.
 //
 // Weights lie in panels of 16 outputs: [inputs][16] of float16 or int8. Of bfloat16, two inputs lie
-// together, [inputs / 2][16][2], and the last of an odd number alone: a shift or a mask converts
-// them. It is compiled once per instruction set (packed_linear.cpp), like attend_rows.h.
+// together, [inputs / 2][16][2]: a shift or a mask converts them. It is compiled once per
+// instruction set (packed_linear.cpp), like attend_rows.h.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct PackedLinearArgs {
 
   const float* x;  // [tokens, inputs]
   int64_t tokens;
-  int64_t inputs;
+  int64_t inputs;  // even
   const void* panels;
   int64_t num_panels;
   PanelType type;

@@ -19,8 +19,8 @@ struct LayerSpec {
 
 // Where the weight of an output of a panel lies in it.
 inline int64_t place_of(const LayerSpec& spec, int64_t output, int64_t input) {
-  const bool is_paired = spec.type == PanelType::kBFloat16 && input < spec.inputs / 2 * 2;
-  return is_paired ? input / 2 * 32 + output * 2 + input % 2 : input * kPanelOutputs + output;
+  return spec.type == PanelType::kBFloat16 ? input / 2 * 32 + output * 2 + input % 2
+                                           : input * kPanelOutputs + output;
 }
 
 // What is wrong with the result of multiply_many or, of few tokens, multiply_few; "" if nothing.

@@ -35,10 +35,9 @@ def saved(tmp_path, qkv):
     return context, tmp_path / "text.session"
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-def test_python_reads_what_cpp_writes_and_cpp_what_python_writes(saved, qkv, mmap):
+def test_python_reads_what_cpp_writes_and_cpp_what_python_writes(saved, qkv):
     context, path = saved
-    session = Session.load(path, mmap)
+    session = Session.load(path)
     assert session.settings == context.config().to_fields()
     assert session.fingerprint == MODEL
     assert torch.equal(session.token_ids, torch.arange(70)[None])

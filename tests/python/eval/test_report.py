@@ -17,16 +17,20 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
 
 
-def test_reports_name_versions_machine_build_and_kernels():
+def test_reports_name_versions_machine_and_build():
     facts = report.environment()
     assert facts["threads"] == torch.get_num_threads() and facts["cpu"]
     assert facts["library"]["torch"] in facts["torch"]
-    operators = report.operators()
-    assert all(devices for devices in operators.values())
+
+
+def test_operators_of_attention_have_kernels_for_cuda():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "h2o_prefill::" in name]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    with_cuda = {name.split("::")[1] for name in names if has_kernel(name, "CUDA")}
     # Others are some of PyTorch's own operators on CUDA.
-    kernels = {"lexical_recall", "select_memory", *(x for x in operators if "_attention" in x)}
-    kernels -= {"chunkwise_linear_attention", "chunkwise_linear_attention_backward"}
-    with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
+    kernels = {"intra_chunk_attention", "memory_attention", "sliding_window_attention"}
+    kernels |= {"chunked_sparse_attention", "prefill_attention_", "dense_attention"}
+    kernels |= {"paged_sparse_attention_", "lexical_recall", "select_memory"}
     assert with_cuda == (kernels if torch.ops.h2o_prefill.has_cuda() else set())
 
 
