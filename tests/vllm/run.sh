@@ -2,7 +2,7 @@
 # Makes an environment with vLLM's CPU build and this package in it, and runs the tests of the plugin there:
 # tests/vllm/run.sh FOLDER [arguments of pytest]
 # VLLM are the builds, by default all that are supported: tests of one engine with each, all tests with the last.
-# Downloads take minutes and about 3.9 or 7.1 GB on disk, the build and the tests a quarter of an hour each on two cores.
+# It takes 3.9 or 7.1 GB on disk and, on two cores of a Zen 5, eleven minutes, downloads included.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$1
