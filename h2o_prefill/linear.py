@@ -160,7 +160,6 @@ class ChunkwiseLinearAttention(nn.Module):
             self.feature_map,
             self.chunk_size,
             self.causal,
-            False,
             self.normalize,
             None,
         )

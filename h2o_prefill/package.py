@@ -175,8 +175,8 @@ class PrefillPackage:
     def checkpoint_before(self, length: int) -> int:
         """Return the last length, up to this one, to which `truncate` is exact.
 
-        With `checkpoints` that is the end of a sparse call (`generate` prefills four chunks in
-        each), without only a length after the last one; 0 if there is none.
+        With `checkpoints` that is the end of a sparse call (`generate` prefills a chunk in each,
+        at least 1,024 tokens), without only a length after the last one; 0 if there is none.
         """
         with native_errors():
             return int(self._session.checkpoint_before(length))
@@ -248,7 +248,7 @@ class PrefillPackage:
         Parameters
         ----------
         token_ids : Tensor or list
-            The prompt, ints [1, T] or [T]. It is prefilled in calls of a few chunks.
+            The prompt, ints [1, T] or [T]. It is prefilled in calls of about 1,024 tokens.
         max_new_tokens : int
             Most tokens of the answer, which ends with one of `info.end_ids` before that. The last
             one is not in the text yet.

@@ -18,8 +18,9 @@ namespace {
 // The state: token ids, position, then these of each layer.
 constexpr size_t kIds = 0, kPosition = 1, kFirstLayer = 2, kOfLayer = 5;
 
-// Chunks of a call of prefill(), as of Python's chunked_prefill.
-constexpr int64_t kChunksOfCall = 4;
+// Tokens of a call of prefill(), at least: activations take memory for each of them, and linear
+// layers are slower with fewer.
+constexpr int64_t kTokensOfCall = 1024;
 
 bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& sequence) {
   return !sequence.empty() && sequence.size() <= tokens.size() &&
@@ -127,8 +128,10 @@ at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* do
   const int64_t length = this->length() - *done + token_ids.size(1);
   const auto has_scores = [](const auto& layer) { return layer->has_scores(); };
   const bool dense = std::ranges::none_of(layers_, has_scores) && length < shortest_sparse_prompt();
-  const int64_t step = dense ? settings.sparse_from() - 1 : kChunksOfCall * settings.chunk_size;
-  const int64_t least = dense ? 1 : std::max<int64_t>(settings.sparse_from(), 2);
+  const int64_t from = settings.sparse_from(), chunk = settings.chunk_size;
+  const int64_t step =
+      dense ? from - 1 : (std::max(from, kTokensOfCall) + chunk - 1) / chunk * chunk;
+  const int64_t least = dense ? 1 : std::max<int64_t>(from, 2);
   const int64_t left = token_ids.size(1) - *done;
   const int64_t tokens = left - step < least ? left : step;
   const auto logits = forward(token_ids.narrow(1, *done, tokens));

@@ -124,9 +124,12 @@ def _sparse(judge: Judge, after: Arguments, before: Arguments, result: Any) -> N
         return  # every key has the same score, up to rounding
     wide = widened(before)
     expected = reference.chunked_sparse_attention(*wide)
-    # Where a CPU multiplies bfloat16, probabilities are rounded too, and values may cancel.
+    # Where a CPU multiplies bfloat16, probabilities are rounded too, and values may cancel: outputs
+    # of few dims to nearly nothing, in units of which their errors are then measured.
     tolerance = max(FLOAT32_TOLERANCE, 4 * torch.finfo(result[0].dtype).eps)
-    pairs = zip(error_measures(result[3]), error_measures(expected[3]), strict=True)
+    cancels = result[0].dtype.itemsize == 2 and result[0].shape[3] < 8
+    measures = (error_measures(x[3])[:: 2 if cancels else 1] for x in (result, expected))
+    pairs = zip(*measures, strict=True)
     try:
         _near(judge, result[:3], expected[:3])
         for measured, wanted in pairs:

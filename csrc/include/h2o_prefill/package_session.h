@@ -83,9 +83,9 @@ class H2O_API PackageSession {
   // The same with dense attention, in calls that are too short to be sparse.
   at::Tensor forward_densely(const at::Tensor& token_ids, Rows rows = Rows::kLast);
 
-  // The same in calls of a few chunks, between which it tells its progress and can be cancelled:
-  // the tokens so far stay then. Where the package's min_prefill is open and the prompt too
-  // short for sparse attention to be faster, the calls are dense. Returns the logits [1,
+  // The same in calls of about 1,024 tokens, between which it tells its progress and can be
+  // cancelled: the tokens so far stay then. Where the package's min_prefill is open and the prompt
+  // too short for sparse attention to be faster, the calls are dense. Returns the logits [1,
   // vocabulary] of the last token.
   at::Tensor prefill(const at::Tensor& token_ids,
                      const std::function<void(int64_t, int64_t)>& on_progress = {});
@@ -143,8 +143,8 @@ class H2O_API Answer {
          Sampler& sampler);
   Answer& operator=(Answer&&) = delete;
 
-  // Takes a step: prefills a few chunks of the prompt, and returns nothing, or returns a token.
-  // Throws Cancelled.
+  // Takes a step: prefills about 1,024 tokens of the prompt, and returns nothing, or returns a
+  // token. Throws Cancelled.
   std::optional<int64_t> step();
 
   // Ends the answer after the last token.

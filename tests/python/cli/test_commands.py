@@ -181,7 +181,6 @@ def test_a_turn_goes_on_after_an_answer(tiny):
 def test_info_names_the_build(report):
     facts, table = report("info")
     assert facts["environment"]["library"]["version"] in table
-    assert "chunked_sparse_attention" in table
     assert facts["command line"]["presets"] == list(PRESETS)
     for name in () if torch.cuda.is_available() else SPARSE_PRESETS:
         shortest = PRESETS[name].shortest_sparse_prompt(torch.empty(0))
