@@ -85,11 +85,11 @@ H2O_API void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory,
 // Copies rows: x [B, H, T, D], indices int32 [B, H, M] -> [B, H, M, D]; rows of -1 are 0.
 H2O_API at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
-// Packs the weight [outputs, even inputs] of a linear layer as the kernels read it, from memory or from
-// a mapped file, whatever the CPU. format: "bfloat16", "float16" or "int8" -> packed [ceil(outputs
-// / 16), inputs, 16] of that dtype, and fp32 scales: [outputs] of int8 (the largest magnitude of an
-// output is 127 times its scale), else [0]. Outputs lie in panels of 16: in each [inputs][16], but
-// of bfloat16 [inputs / 2][16][2].
+// Packs the weight [outputs, even inputs] of a linear layer as the kernels read it, from memory or
+// from a mapped file, whatever the CPU. format: "bfloat16", "float16" or "int8" -> packed
+// [ceil(outputs / 16), inputs, 16] of that dtype, and fp32 scales: [outputs] of int8 (the largest
+// magnitude of an output is 127 times its scale), else [0]. Outputs lie in panels of 16: in each
+// [inputs][16], but of bfloat16 [inputs / 2][16][2].
 H2O_API std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight,
                                                        std::string_view format);
 
