@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from h2o_prefill.vllm import runner
+from h2o_prefill.vllm import register, runner
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +36,10 @@ def device(request):
             version = flash_attention.get_flash_attn_version
             patch.setattr(flash_attn, "get_flash_attn_version", version)
             patch.setattr(runner, "on_cuda", lambda: True)
+        register()  # Not after the next line, by vLLM.
         path = f"h2o_prefill.vllm.{request.param}.Backend"
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
+        _cached_get_attn_backend.cache_clear()
         runner.rules.cache_clear()
         yield request.param
     runner.rules.cache_clear()

@@ -8,6 +8,7 @@ from engines import CHUNK, SETTINGS
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 
 from h2o_prefill.vllm import cuda, runner
 from h2o_prefill.vllm.plan import Row
@@ -80,15 +81,19 @@ def test_nothing_waits_for_the_device(engine, monkeypatch):
         block_table_tensor=torch.empty(3, 8, dtype=torch.int32, device="meta"),
         slot_mapping=torch.empty(CHUNK + 6, dtype=torch.int64, device="meta"),
     )
-    plan = make_builder(engine, "meta")[0].build(0, common).h2o_prefill
+    builder, layers = make_builder(engine, "meta")
+    plan = builder.build(0, common).h2o_prefill
     assert asked["lists"] == (lengths, totals) and plan.rows is rows
     rest = plan.rest
     assert (rest.num_actual_tokens, rest.max_query_len, len(plan.rest_tokens)) == (3, 2, 3)
     tensors = (rest.query_start_loc, rest.seq_lens, rest.block_table, rest.slot_mapping)
     assert [(x.device.type, len(x)) for x in tensors] == [("meta", x) for x in (3, 2, 2, 3)]
     pages = torch.empty(9, 2, 32, 64, device="meta")
-    keys, values = cuda.Attention.pages_of(pages)
-    assert keys.shape == values.shape == (9, 2, 32, 32)
+    assert [x.shape for x in cuda.Attention.pages_of(pages)] == 2 * [(9, 2, 32, 32)]
+    monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", lambda self, *given: given[6])
+    query, output = torch.empty(2, CHUNK + 6, 4, 32, device="meta")
+    given = layers[0], query, None, None, pages, SimpleNamespace(h2o_prefill=plan), output
+    assert layers[0].impl.forward(*given) is output
 
 
 def test_layers_of_drafts_are_vllms(engine, tokens, monkeypatch):

@@ -13,8 +13,11 @@ ASKED = {"dense": "dense", "exact": "exact", "h2o": None, "recommended": RECOMME
 
 
 @pytest.fixture(scope="module")
-def engine(make_engine, folder):
-    return make_engine(folder, skip_tokenizer_init=False)
+def engine(make_engine, folder, device):
+    made = make_engine(folder, skip_tokenizer_init=False)
+    layers = made.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert {type(layer.impl).__module__ for layer in layers} == {f"h2o_prefill.vllm.{device}"}
+    return made
 
 
 @pytest.fixture(scope="module")
