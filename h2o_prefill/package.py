@@ -176,7 +176,7 @@ class PrefillPackage:
         """Return the last length, up to this one, to which `truncate` is exact.
 
         With `checkpoints` that is the end of a sparse call (`generate` prefills a chunk in each,
-        at least 1,024 tokens), without only a length after the last one; 0 if there is none.
+        or four short ones), without only a length after the last one; 0 if there is none.
         """
         with native_errors():
             return int(self._session.checkpoint_before(length))

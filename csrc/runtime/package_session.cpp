@@ -18,9 +18,9 @@ namespace {
 // The state: token ids, position, then these of each layer.
 constexpr size_t kIds = 0, kPosition = 1, kFirstLayer = 2, kOfLayer = 5;
 
-// Tokens of a call of prefill(), at least: activations take memory for each of them, and linear
-// layers are slower with fewer.
-constexpr int64_t kTokensOfCall = 1024;
+// Chunks of a call of prefill(), at most, and its tokens, rounded up to chunks: activations take
+// memory for each token, and linear layers are slower with fewer.
+constexpr int64_t kChunksOfCall = 4, kTokensOfCall = 1024;
 
 bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& sequence) {
   return !sequence.empty() && sequence.size() <= tokens.size() &&
@@ -129,8 +129,9 @@ at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* do
   const auto has_scores = [](const auto& layer) { return layer->has_scores(); };
   const bool dense = std::ranges::none_of(layers_, has_scores) && length < shortest_sparse_prompt();
   const int64_t from = settings.sparse_from(), chunk = settings.chunk_size;
-  const int64_t step =
-      dense ? from - 1 : (std::max(from, kTokensOfCall) + chunk - 1) / chunk * chunk;
+  const auto chunks = [&](int64_t tokens) { return (tokens + chunk - 1) / chunk; };
+  const int64_t most = std::max(chunks(from), std::min(chunks(kTokensOfCall), kChunksOfCall));
+  const int64_t step = dense ? from - 1 : most * chunk;
   const int64_t least = dense ? 1 : std::max<int64_t>(from, 2);
   const int64_t left = token_ids.size(1) - *done;
   const int64_t tokens = left - step < least ? left : step;
