@@ -102,8 +102,7 @@ def bidirectional_linear_attention(
     """Attend forwards and backwards, and add up: for encoders.
 
     The backward direction is the forward one over the reversed sequence, decays included. Each
-    token sees itself in both, so it counts twice. The normalizer is
-    also the sum of both directions.
+    token sees itself in both, so it counts twice. The normalizer is the sum of both directions too.
     """
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
     backwards = decay_matrix(decay.flip(2)).flip(2, 3)

@@ -30,6 +30,17 @@ CALLS = {
         },
         "valid",
     ),
+    "values of one dim that cancel": Call(
+        "chunked_sparse_attention",
+        {
+            **{"q": Floats((1, 9, 5, 1), "bfloat16", seed=1)},
+            **{"k": Floats((1, 3, 6, 1), "bfloat16", seed=242)},
+            **{"v": Floats((1, 3, 6, 1), "bfloat16", seed=1), "last_chunk_begin": 0},
+            "settings": "h2o,chunk_size=2,local_window=2,heavy_budget=2,sink_tokens=1,error_rows=1,"
+            "max_widen=1",
+        },
+        "valid",
+    ),
     "logits beyond 2^31": Call("dense_attention", {**DENSE, "scale": 2147483647}, "valid"),
     "a scale that is infinite in float32": Call(
         "dense_attention", {**DENSE, "scale": 1e308}, "broken", "scale is 1e308"

@@ -125,13 +125,13 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   const int64_t tokens = x_argument.numel() / inputs,
                 padded = round_up(outputs, Args::kTileOutputs);
   const bool few = tokens <= Args::kFewTokens;
-  const bool in_pairs = dtype == at::kBFloat16;  // as bfloat16's products take x
-  if (in_pairs && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
+  const bool is_bfloat16 = dtype == at::kBFloat16;
+  if (is_bfloat16 && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
       packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
     return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);
   }
   const bool by_gemm =
-      in_pairs && !few && packed.scalar_type() == at::kBFloat16 && cpu_kernels().gemm;
+      is_bfloat16 && !few && packed.scalar_type() == at::kBFloat16 && cpu_kernels().gemm;
   const auto x = (by_gemm ? x_argument : x_argument.to(at::kFloat)).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = outputs;

@@ -217,6 +217,14 @@ def changed_metadata(package, path, change):
     return path
 
 
+def test_calls_of_a_prompt_are_as_long_as_sparse_ones(package, ids, tmp_path):
+    settings = f"{SETTINGS},min_prefill=70"
+    longer = PrefillPackage(changed_metadata(package, tmp_path / "x", {"settings": settings}))
+    done = []
+    longer.generate(ids, NEW, on_progress=lambda tokens, total: done.append(tokens))
+    assert done == [80, PROMPT], "whole chunks, not four"
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
     arguments, message = BROKEN[name]
