@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import CHUNK, SETTINGS
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -94,6 +95,28 @@ def test_nothing_waits_for_the_device(engine, monkeypatch):
     query, output = torch.empty(2, CHUNK + 6, 4, 32, device="meta")
     given = layers[0], query, None, None, pages, SimpleNamespace(h2o_prefill=plan), output
     assert layers[0].impl.forward(*given) is output
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises on operators that wait for a device."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().removeprefix("aten::")
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        return operator(*args, **(kwargs or {}))
+
+
+def test_rows_wait_for_no_device(engine, tokens, monkeypatch):
+    def attend(*args):
+        with NoWaits():
+            return plain(*args)
+
+    plain = Row.attend
+    monkeypatch.setattr(Row, "attend", attend)
+    engine.forget()
+    assert engine.counted(tokens(LENGTH, 11))[1]["sparse_tokens"] == LENGTH
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
+        torch.ones(()).item()
 
 
 def test_layers_of_drafts_are_vllms(engine, tokens, monkeypatch):
