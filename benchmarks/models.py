@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 from common.benchmark import (
+    LayersOption,
     ModelOption,
     Plan,
     Row,
@@ -57,9 +58,7 @@ def _where(length: int, dtype: torch.dtype, threads: int) -> Row:
 def prefill(
     plan: Plan,
     model: ModelOption = MODEL,
-    layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Layers of a model with random weights.")
-    ] = None,
+    layers: LayersOption = None,
 ) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
 

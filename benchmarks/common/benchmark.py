@@ -172,6 +172,9 @@ _SHARED: dict[str, tuple[Any, Any, str]] = {
 ModelOption = Annotated[
     str, typer.Option("--model", help="smollm2-135m, a folder, a .gguf file or a model id.")
 ]
+LayersOption = Annotated[
+    int | None, typer.Option("--layers", min=1, help="Layers of a model with random weights.")
+]
 TextFileOption = Annotated[
     Path | None, typer.Option("--text-file", help="Text of the prompts. Default: Python's help.")
 ]

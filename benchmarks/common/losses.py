@@ -40,8 +40,11 @@ def measure_losses(
 
     "format_percent" compares a program's dense mode with the first mode: what the format of its
     weights loses. A dense mode that does not tell probabilities has a loss of 0 by definition, and
-    no perplexity.
+    no perplexity. Without windows no mode has a loss.
     """
+    if not windows:
+        yield from ((name, {}) for name in modes)
+        return
     selected, batches = select_windows(tokens, length, windows)
 
     @functools.cache
@@ -112,12 +115,13 @@ def fastest_baselines(
     of dense modes is 0. Standard errors are not taken into account.
     """
     others = dict.fromkeys(mode.program for mode in modes.values() if mode.program != OURS)
-    for ours in (row for row in rows if modes[row["variant"]].program == OURS):
+    lost = [row for row in rows if "delta_percent" in row]
+    for ours in (row for row in lost if modes[row["variant"]].program == OURS):
         for program in others:
             allowed = max(0.0, ours["delta_percent"])
             candidates = [
                 row
-                for row in rows
+                for row in lost
                 if modes[row["variant"]].program == program
                 and modes[row["variant"]].bits == modes[ours["variant"]].bits
                 and row["delta_percent"] <= allowed

@@ -59,7 +59,7 @@ class Programs:
         """Our weights have `dtype`; prompts and decoded tokens are at most `longest`."""
         self._folder, self._model, self._dtype = folder, model, dtype
         # What is made of this model's weights; environments are of no model.
-        self._formats = folder / f"{Path(model).stem}-{dtype}"
+        self._formats = folder / f"{Path(model).name.removesuffix('.gguf')}-{dtype}"
         self._formats.mkdir(parents=True, exist_ok=True)
         self._threads, self._longest = threads, longest
         self.dense = f"transformers {dtype}"
