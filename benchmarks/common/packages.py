@@ -34,8 +34,9 @@ class Package:
         self._package = PrefillPackage(Path(path))
 
     def prefill(self, prompt: Ids) -> None:
-        """Compute the first token after a prompt."""
-        prefill_package(self._package, torch.tensor([prompt])).argmax(dim=-1)
+        """Compute the first token after a prompt, in calls as of any program."""
+        self._package.reset()
+        self._package.generate(prompt, 1)
 
     def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
         """Score the prompts' own tokens."""
