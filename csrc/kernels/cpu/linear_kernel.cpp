@@ -84,32 +84,27 @@ void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
   });
 }
 
-// bfloat16 [outputs of all panels, inputs], of panels of bfloat16, whose pairs move as one number,
-// or of int8, whose products with the scales are rounded.
-at::Tensor plain_weight(const at::Tensor& packed, const at::Tensor& scales) {
-  const int64_t panels = packed.size(0), inputs = packed.size(1);
-  if (packed.scalar_type() == at::kBFloat16) {
-    const auto pairs = packed.view({-1, inputs / 2, 2 * kPanelOutputs}).view(at::kInt);
-    return pairs.transpose(1, 2).contiguous().view(at::kBFloat16).view({-1, inputs});
-  }
-  const auto floats = padded_floats(scales, panels * kPanelOutputs);
-  const auto plain =
-      at::empty({panels * kPanelOutputs, inputs}, packed.options().dtype(at::kBFloat16));
+// Products of bfloat16 by oneDNN, which reads [outputs, inputs]: panels of bfloat16 or int8, whose
+// products with the scales are rounded.
+at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                          const OptionalTensor& bias, int64_t outputs) {
+  const int64_t inputs = packed.size(1), padded = packed.size(0) * kPanelOutputs;
+  // Kept for the next layer: the first touch of so much memory takes longer than the copy.
+  Workspace workspace;
+  const auto plain = workspace.add<uint16_t>(padded * inputs);
+  workspace.allocate();
+  const bool has_scales = scales.numel() > 0;
+  const auto floats = has_scales ? padded_floats(scales, padded) : scales;
   Args args{};
   args.inputs = inputs;
   args.panels = packed.const_data_ptr();
-  args.scales = floats.const_data_ptr<float>();
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    cpu_kernels().packed_linear->unpack_int8(args, begin, end,
-                                             static_cast<uint16_t*>(plain.mutable_data_ptr()));
+  args.type = panel_type(packed.scalar_type());
+  args.scales = has_scales ? floats.const_data_ptr<float>() : nullptr;
+  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+    cpu_kernels().packed_linear->unpack(args, begin, end, workspace.get(plain));
   });
-  return plain;
-}
-
-// Products of bfloat16 by oneDNN, which reads [outputs, inputs]: panels of bfloat16 or int8.
-at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
-                          const OptionalTensor& bias, int64_t outputs) {
-  auto out = at::linear(x, plain_weight(packed, scales).narrow(0, 0, outputs));
+  const auto weight = at::from_blob(workspace.get(plain), {padded, inputs}, x.options());
+  auto out = at::linear(x, weight.narrow(0, 0, outputs));
   return bias ? out.add_(*bias) : out;
 }
 
@@ -127,7 +122,7 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
   const bool few = tokens <= Args::kFewTokens;
   const bool is_bfloat16 = dtype == at::kBFloat16;
   if (is_bfloat16 && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
-      packed.storage_offset() % 2 == 0 && cpu_kernels().bfloat16_products) {
+      cpu_kernels().bfloat16_products) {
     return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);
   }
   const bool by_gemm =

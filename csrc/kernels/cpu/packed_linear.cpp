@@ -1,6 +1,8 @@
 // Compiled once per instruction set.
 #include "kernels/cpu/packed_linear.h"
 
+#include <cstring>
+
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
 
@@ -177,22 +179,43 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
   }
 }
 
-void unpack_int8(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* weights) {
-  constexpr int64_t kInputs = 16;  // transposed at once
+// Two numbers of each lane as bfloat16, rounded to nearest, ties to even; a NaN stays one.
+H2O_INLINE UintVec round_pairs(Vec first, Vec second) {
+  const auto round = [](Vec x) {
+    const UintVec bits = reinterpret_cast<UintVec>(x);
+    return bits + 0x7FFFU + (bits >> 16 & 1U);
+  };
+  return round(first) >> 16 | (round(second) & 0xFFFF0000U);
+}
+
+void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* weights) {
+  typedef uint32_t Pair __attribute__((aligned(2), may_alias));  // of inputs
+  // So many at once: what is read of them stays in L1, and a row gets whole cache lines.
+  constexpr int64_t kPairs = 64;
+  const int64_t all_pairs = args.inputs / 2;
   for (int64_t panel = begin; panel < end; ++panel) {
-    uint16_t* const rows = weights + panel * kWidth * args.inputs;
-    const float* const scales = args.scales + panel * kWidth;
-    for (int64_t input = 0; input < args.inputs; input += kInputs) {
-      const int64_t count = args.inputs - input < kInputs ? args.inputs - input : kInputs;
-      const int8_t* const from =
-          static_cast<const int8_t*>(args.panels) + (panel * args.inputs + input) * kWidth;
-      uint16_t tile[kInputs][kWidth];
-      for (int64_t k = 0; k < count; ++k) {
-        for (int64_t o = 0; o < kWidth; ++o)
-          tile[k][o] = float_to_bfloat16(static_cast<float>(from[k * kWidth + o]) * scales[o]);
+    for (int64_t pair = 0; pair < all_pairs; pair += kPairs) {
+      const int64_t count = all_pairs - pair < kPairs ? all_pairs - pair : kPairs;
+      uint32_t scaled[kPairs * kWidth];
+      const Pair* from = scaled;
+      if (args.type == PanelType::kBFloat16) {
+        from = reinterpret_cast<const Pair*>(weights_at<BFloat16Pairs>(args, panel, 2 * pair));
+      } else {
+        using Int8 = Rows<int8_t, load_int8>;
+        const int8_t* const inputs = weights_at<Int8>(args, panel, 2 * pair);
+        for (int64_t k = 0; k < count; ++k) {
+          for (int v = 0; v < kVectors; ++v) {
+            Vec w[2];
+            Int8::load(inputs + 2 * k * kWidth, v, w);
+            const Vec scales = load(args.scales + panel * kWidth + v * kLanes);
+            const UintVec pairs = round_pairs(w[0] * scales, w[1] * scales);
+            std::memcpy(scaled + k * kWidth + v * kLanes, &pairs, sizeof(pairs));
+          }
+        }
       }
+      Pair* const rows = reinterpret_cast<Pair*>(weights + panel * kWidth * args.inputs) + pair;
       for (int64_t o = 0; o < kWidth; ++o) {
-        for (int64_t k = 0; k < count; ++k) rows[o * args.inputs + input + k] = tile[k][o];
+        for (int64_t k = 0; k < count; ++k) rows[o * all_pairs + k] = from[k * kWidth + o];
       }
     }
   }
@@ -201,6 +224,6 @@ void unpack_int8(const PackedLinearArgs& args, int64_t begin, int64_t end, uint1
 }  // namespace
 
 extern const PackedLinearKernels kPackedLinearKernels;
-const PackedLinearKernels kPackedLinearKernels = {multiply_few, multiply_many, unpack_int8};
+const PackedLinearKernels kPackedLinearKernels = {multiply_few, multiply_many, unpack};
 
 }  // namespace h2o_prefill::H2O_ISA

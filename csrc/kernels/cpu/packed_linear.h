@@ -37,8 +37,8 @@ struct PackedLinearKernels {
   // Outputs [begin, end), whole tiles: weights are converted once for all tokens. scratch:
   // kScratchFloats, of one thread, whole cache lines.
   void (*multiply_many)(const PackedLinearArgs&, int64_t begin, int64_t end, float* scratch);
-  // Panels [begin, end) of int8, scaled, as bfloat16 [outputs of all panels, inputs].
-  void (*unpack_int8)(const PackedLinearArgs&, int64_t begin, int64_t end, uint16_t* weights);
+  // Panels [begin, end) of bfloat16, or of int8 and scaled, as bfloat16 [outputs, inputs].
+  void (*unpack)(const PackedLinearArgs&, int64_t begin, int64_t end, uint16_t* weights);
 };
 
 }  // namespace h2o_prefill

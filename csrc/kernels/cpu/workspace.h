@@ -17,7 +17,7 @@ class Workspace {
   // Accesses past a part's last element must be detected.
   static constexpr int64_t kKeptBytes = 0;
 #else
-  static constexpr int64_t kKeptBytes = int64_t{64} << 20;
+  static constexpr int64_t kKeptBytes = int64_t{128} << 20;
 #endif
 
   // Elements of type T from the beginning of a cache line on.
