@@ -364,7 +364,7 @@ def linear_layer(plan: Plan) -> None:
     """
     sizes = [(40, 96)] if plan.quick else LAYERS
     size = 1 << 20 if plan.quick else PEAK_BUFFER
-    with Report(plan, "linear layers of packed weights, float32 tokens") as report:
+    with Report(plan, "linear layers of packed weights") as report:
         for count in plan.each_threads():
             peak, read = native.peak("fma", count), native.memory_traffic(count, size)
             work = {"fma": peak, "memory": read["memory_read"]} if peak else {}

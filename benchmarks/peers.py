@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time as clock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ app = new_app()
 
 LENGTHS = ((4096, 8000), (200,))
 STEPS = 16
+TIMES = ("cold", "prefill", "decode")
 PEERS = ("openvino", "llama.cpp", "flex", "executorch", "zentorch", "vllm")
 
 
@@ -70,11 +71,8 @@ def peers(
         bool, typer.Option("--package/--no-package", help="Take our settings as packages too.")
     ] = True,
     time: Annotated[
-        bool, typer.Option("--time/--no-time", help="Take times, or measure losses only.")
-    ] = True,
-    decode: Annotated[
-        bool, typer.Option("--decode/--no-decode", help="Take times of decoding too.")
-    ] = True,
+        str, _option("time", f"What to time, of {', '.join(TIMES)}, with commas; nothing if empty.")
+    ] = ",".join(TIMES),
     only: Annotated[
         str, _option("modes", "Leave out modes whose name does not match this expression.")
     ] = "",
@@ -109,6 +107,7 @@ def peers(
     dtype, (threads,) = dtype_name(plan.dtypes[0]), plan.threads
     slices = windows_by_length(windows, plan.lengths)
     wanted, widths = choose("--peers", others, PEERS, ()), parse_numbers("--bits", bits, ())
+    times = choose("--time", time, TIMES, ())
     source = str(model or packaged_gguf())
     folder.mkdir(parents=True, exist_ok=True)
     if source in RANDOM_MODELS:
@@ -154,8 +153,8 @@ def peers(
                 )
                 for name, loss in measure_losses(modes, tokens, length, slices[length], known)
             ]
-        if time:
-            _time(report, plan, modes, rows, tokens, decode)
+        if times:
+            _time(report, plan, modes, rows, tokens, times)
 
 
 def windows_by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:
@@ -174,7 +173,7 @@ def _time(
     modes: Mapping[str, Mode],
     rows: Mapping[int, list[Row]],
     tokens: Tensor,
-    decode: bool,
+    times: Collection[str],
 ) -> None:
     """Give the rows of the modes their times; add rows of our baselines and of decoding."""
     workers: dict[str, Worker] = {}
@@ -187,7 +186,7 @@ def _time(
             cold = clock.perf_counter() - workers[name].begin
             peak = workers[name].peak_megabytes()
             report.extend(row, cold_seconds=cold, peak_megabytes=peak)
-        for length, lost in rows.items():
+        for length, lost in rows.items() if "prefill" in times else ():
             prompt = tokens[:length].tolist()
             calls = {name: partial(worker.prefill, prompt) for name, worker in workers.items()}
             timings = compare(calls, plan.seconds)
@@ -198,7 +197,7 @@ def _time(
                     report.extend(row, **timings.ratio(dense, name).fields("dense_speedup"))
             for row in fastest_baselines(modes, lost, timings):
                 report.add(length=length, threads=lost[0]["threads"], **row)
-        if not decode:
+        if "decode" not in times:
             return
         longest = tokens[: max(rows)].tolist()
         decoding = {name: worker for name, worker in workers.items() if modes[name].decodes}

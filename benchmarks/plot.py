@@ -242,7 +242,7 @@ PICTURES = {
     "memory_profile.png": (("allocations",), draw_memory),
     "linear.png": (("linear",), draw_linear),
     "peers.png": (("peers",), draw_peers),
-    "peers_memory.png": (("peers_float32",), draw_peers_memory),
+    "peers_memory.png": (("peers_avx2_4096",), draw_peers_memory),
     "scale.png": (("simulate",), draw_scale),
 }
 

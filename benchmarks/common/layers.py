@@ -15,6 +15,7 @@ LAYERS = ((576, 1536), (2048, 8192), (8192, 2048))
 LAYER_TOKENS = (1, 6, 1024)
 WEIGHT_BYTES = {
     **{"bfloat16": 2, "float16": 2, "int8": 1},
+    **{"bfloat16, bfloat16 tokens": 2, "int8, bfloat16 tokens": 1},
     **{"F.linear float32": 4, "F.linear bfloat16": 2, "oneDNN float32": 4, "oneDNN bfloat16": 2},
 }
 
@@ -37,7 +38,7 @@ def layer_calls(
         number = 1 if tokens > 6 else max(1, size // (x.numel() * x.itemsize))
         return [x, *(x.clone() for _ in range(number - 1))]
 
-    def packed(name: str) -> Callable[[], Tensor]:
+    def packed(name: str, x: Tensor) -> Callable[[], Tensor]:
         panels, scales = ops.pack_linear(weight, name)
         return through(copied(panels), lambda w: ops.linear(x, w, scales, None, outputs))
 
@@ -47,7 +48,8 @@ def layer_calls(
 
     linear = torch.nn.functional.linear
     return {
-        **{name: packed(name) for name in ("bfloat16", "float16", "int8")},
+        **{name: packed(name, x) for name in ("bfloat16", "float16", "int8")},
+        **{f"{name}, bfloat16 tokens": packed(name, rounded) for name in ("bfloat16", "int8")},
         "F.linear float32": through(copied(weight), lambda w: linear(x, w)),
         "F.linear bfloat16": through(copied(weight.bfloat16()), lambda w: linear(rounded, w)),
         "oneDNN float32": one_dnn(x),
