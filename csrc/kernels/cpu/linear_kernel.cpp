@@ -86,24 +86,17 @@ void multiply_bfloat16(const Args& args, const at::BFloat16* x) {
 
 // Products of bfloat16 by oneDNN, which reads [outputs, inputs]: panels of bfloat16 or int8, whose
 // products with the scales are rounded.
-at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
-                          const OptionalTensor& bias, int64_t outputs) {
-  const int64_t inputs = packed.size(1), padded = packed.size(0) * kPanelOutputs;
+at::Tensor multiply_plain(const at::Tensor& x, const Args& args, const OptionalTensor& bias,
+                          int64_t outputs) {
+  const int64_t padded = args.num_panels * kPanelOutputs;
   // Kept for the next layer: the first touch of so much memory takes longer than the copy.
   Workspace workspace;
-  const auto plain = workspace.add<uint16_t>(padded * inputs);
+  const auto plain = workspace.add<uint16_t>(padded * args.inputs);
   workspace.allocate();
-  const bool has_scales = scales.numel() > 0;
-  const auto floats = has_scales ? padded_floats(scales, padded) : scales;
-  Args args{};
-  args.inputs = inputs;
-  args.panels = packed.const_data_ptr();
-  args.type = panel_type(packed.scalar_type());
-  args.scales = has_scales ? floats.const_data_ptr<float>() : nullptr;
-  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.num_panels, 1, [&](int64_t begin, int64_t end) {
     cpu_kernels().packed_linear->unpack(args, begin, end, workspace.get(plain));
   });
-  const auto weight = at::from_blob(workspace.get(plain), {padded, inputs}, x.options());
+  const auto weight = at::from_blob(workspace.get(plain), {padded, args.inputs}, x.options());
   auto out = at::linear(x, weight.narrow(0, 0, outputs));
   return bias ? out.add_(*bias) : out;
 }
@@ -121,29 +114,30 @@ at::Tensor linear_cpu(const at::Tensor& x_argument, const at::Tensor& packed,
                 padded = round_up(outputs, Args::kTileOutputs);
   const bool few = tokens <= Args::kFewTokens;
   const bool is_bfloat16 = dtype == at::kBFloat16;
-  if (is_bfloat16 && tokens >= kPlainTokens && packed.scalar_type() != at::kHalf &&
+  at::Tensor scales, bias;
+  if (scales_argument.numel() > 0) scales = padded_floats(scales_argument, panels * kPanelOutputs);
+  Args args{};
+  args.tokens = tokens;
+  args.inputs = inputs;
+  args.panels = packed.const_data_ptr();
+  args.num_panels = panels;
+  args.type = panel_type(packed.scalar_type());
+  args.scales = scales.defined() ? scales.const_data_ptr<float>() : nullptr;
+  if (is_bfloat16 && tokens >= kPlainTokens && args.type != PanelType::kFloat16 &&
       cpu_kernels().bfloat16_products) {
-    return multiply_plain(x_argument, packed, scales_argument, bias_argument, outputs);
+    return multiply_plain(x_argument, args, bias_argument, outputs);
   }
   const bool by_gemm =
-      is_bfloat16 && !few && packed.scalar_type() == at::kBFloat16 && cpu_kernels().gemm;
+      is_bfloat16 && !few && args.type == PanelType::kBFloat16 && cpu_kernels().gemm;
   const auto x = (by_gemm ? x_argument : x_argument.to(at::kFloat)).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = outputs;
   auto out = at::empty({tokens, padded}, x.options().dtype(at::kFloat));
-  at::Tensor scales, bias;
-  if (scales_argument.numel() > 0) scales = padded_floats(scales_argument, panels * kPanelOutputs);
   if (bias_argument) bias = padded_floats(*bias_argument, padded);
-  const Args args{.x = by_gemm ? nullptr : x.const_data_ptr<float>(),
-                  .tokens = tokens,
-                  .inputs = inputs,
-                  .panels = packed.const_data_ptr(),
-                  .num_panels = panels,
-                  .type = panel_type(packed.scalar_type()),
-                  .scales = scales.defined() ? scales.const_data_ptr<float>() : nullptr,
-                  .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
-                  .out = out.mutable_data_ptr<float>(),
-                  .out_stride = padded};
+  args.x = by_gemm ? nullptr : x.const_data_ptr<float>();
+  args.bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr;
+  args.out = out.mutable_data_ptr<float>();
+  args.out_stride = padded;
   if (by_gemm) {
     multiply_bfloat16(args, x.const_data_ptr<at::BFloat16>());
     if (bias_argument) out.add_(bias);

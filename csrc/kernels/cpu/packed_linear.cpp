@@ -1,8 +1,6 @@
 // Compiled once per instruction set.
 #include "kernels/cpu/packed_linear.h"
 
-#include <cstring>
-
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
 
@@ -196,8 +194,8 @@ void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* 
   for (int64_t panel = begin; panel < end; ++panel) {
     for (int64_t pair = 0; pair < all_pairs; pair += kPairs) {
       const int64_t count = all_pairs - pair < kPairs ? all_pairs - pair : kPairs;
-      uint32_t scaled[kPairs * kWidth];
-      const Pair* from = scaled;
+      UintVec scaled[kPairs * kVectors];
+      const Pair* from = reinterpret_cast<const Pair*>(scaled);
       if (args.type == PanelType::kBFloat16) {
         from = reinterpret_cast<const Pair*>(weights_at<BFloat16Pairs>(args, panel, 2 * pair));
       } else {
@@ -208,8 +206,7 @@ void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* 
             Vec w[2];
             Int8::load(inputs + 2 * k * kWidth, v, w);
             const Vec scales = load(args.scales + panel * kWidth + v * kLanes);
-            const UintVec pairs = round_pairs(w[0] * scales, w[1] * scales);
-            std::memcpy(scaled + k * kWidth + v * kLanes, &pairs, sizeof(pairs));
+            scaled[k * kVectors + v] = round_pairs(w[0] * scales, w[1] * scales);
           }
         }
       }
