@@ -13,22 +13,23 @@ constexpr int64_t kKeys = AttendTokenArgs::kKeys;
 static_assert(kPanel <= AttendTokenArgs::kWidestPanel && kBlock <= AttendTokenArgs::kWidestPanel);
 
 // Bytes by which rows are prefetched: processors' own prefetching ends with a page.
-constexpr int64_t kAhead = 2560;
+constexpr int64_t kAhead = 8192;
 
 // Sums of each of kN rows that stay in registers, of so many keys or vectors of values.
 template <int kN>
-constexpr int kSums = kN * 4 <= 2 * kTileRows ? 4 : 2;
+constexpr int kSums = kN * 4 <= (kTileRows > 6 ? 16 : 8) ? 4 : 2;
 
 // Rows of whole blocks.
 struct Blocks {
   const char* data;
   int64_t stride;  // in bytes
+  int64_t ahead;   // the row that is prefetched, in bytes
 
   H2O_INLINE const char* row(int64_t i) const { return data + i * stride; }
 
   template <DType kType>
-  H2O_INLINE void prefetch(int64_t i, int64_t dims) const {
-    prefetch_row<0>(row(i + kAhead / (dims * size_of(kType)) + 1), kType, 0, dims);
+  H2O_INLINE void prefetch(int64_t i, int64_t d, int64_t dims) const {
+    prefetch_row<0>(row(i) + ahead, kType, d, dims);
   }
 };
 
@@ -38,9 +39,11 @@ template <DType kType>
 H2O_INLINE Blocks whole_blocks(const void* data, int64_t offset, int64_t stride, int64_t count,
                                int64_t dim, float* copy) {
   constexpr int64_t kSize = size_of(kType);
-  const Blocks rows{static_cast<const char*>(data) + offset * kSize, stride * kSize};
+  const int64_t ahead = kAhead / (dim * kSize) + 1;
+  const Blocks rows{static_cast<const char*>(data) + offset * kSize, stride * kSize,
+                    ahead * stride * kSize};
   if (dim % kBlock == 0) return rows;
-  const Blocks padded{reinterpret_cast<const char*>(copy), pad_to(dim, kBlock) * kSize};
+  const Blocks padded{reinterpret_cast<const char*>(copy), pad_to(dim, kBlock) * kSize, 0};
   for (int64_t i = 0; i < count; ++i) {
     char* row = reinterpret_cast<char*>(copy) + i * padded.stride;
     __builtin_memcpy(row, rows.row(i), dim * kSize);
@@ -67,14 +70,14 @@ H2O_INLINE Vec load_half(const char* row, int64_t d) {
 template <DType kType, int kN, int kHalf>
 H2O_INLINE void add_products(const float* query, int64_t dims, int64_t d,
                              const char* const (&rows)[kSums<kN>], Vec (&sum)[kN][kSums<kN>]) {
-  Vec q[kN];
+  Vec x[kSums<kN>];
 #pragma GCC unroll 4
-  for (int h = 0; h < kN; ++h) q[h] = load(query + h * dims + d + kHalf * kLanes);
+  for (int i = 0; i < kSums<kN>; ++i) x[i] = load_half<kType, kHalf>(rows[i], d);
 #pragma GCC unroll 4
-  for (int i = 0; i < kSums<kN>; ++i) {
-    const Vec x = load_half<kType, kHalf>(rows[i], d);
+  for (int h = 0; h < kN; ++h) {
+    const Vec q = load(query + h * dims + d + kHalf * kLanes);
 #pragma GCC unroll 4
-    for (int h = 0; h < kN; ++h) sum[h][i] = q[h] * x + sum[h][i];
+    for (int i = 0; i < kSums<kN>; ++i) sum[h][i] = q * x[i] + sum[h][i];
   }
 }
 
@@ -89,7 +92,7 @@ __attribute__((noinline)) void multiply_keys(const float* query, int64_t dims, c
       for (int i = 0; i < kSums<kN>; ++i) {
         const int64_t key = j + first + i;
         rows[i] = keys.row(key < count ? key : count - 1);  // what follows is not used
-        keys.prefetch<kType>(key, dims);
+        keys.prefetch<kType>(key, 0, dims);
       }
       Vec sum[kN][kSums<kN>] = {};
       for (int64_t d = 0; d < dims; d += kBlock) {
@@ -119,7 +122,7 @@ __attribute__((noinline)) void multiply_values(const float* p, int64_t stride, c
       for (int v = 0; v < kVectors; ++v) sum[h][v] = load(sums + h * dims + d + v * kLanes);
     }
     for (int64_t j = 0; j < count; ++j) {
-      if (d == 0) values.prefetch<kType>(j, dims);
+      values.prefetch<kType>(j, d, kVectors * kLanes);
       Vec weight[kN];
 #pragma GCC unroll 4
       for (int h = 0; h < kN; ++h) weight[h] = broadcast(p[h * stride + j]);

@@ -19,22 +19,21 @@ static_assert(kTokens % kTileRows == 0);
 static_assert(PackedLinearArgs::kScratchFloats >=
               (PackedLinearArgs::kBlockOutputs + kTokens) * kDepth);
 
-// How weights lie. load(): vector v of the weights of each of two inputs.
+// How weights lie. load(): vector v of the weights of input i, 0 or 1, of two.
 template <typename N, Vec (&load_lanes)(const N*)>
 struct Rows {
   using Number = N;
-  static H2O_INLINE void load(const Number* inputs, int v, Vec (&w)[2]) {
-    for (int i = 0; i < 2; ++i) w[i] = load_lanes(inputs + i * kWidth + v * kLanes);
+  static H2O_INLINE Vec load(const Number* inputs, int i, int v) {
+    return load_lanes(inputs + i * kWidth + v * kLanes);
   }
 };
 
 struct BFloat16Pairs {
   using Number = uint16_t;
-  static H2O_INLINE void load(const Number* inputs, int v, Vec (&w)[2]) {
+  static H2O_INLINE Vec load(const Number* inputs, int i, int v) {
     typedef uint32_t Pairs __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
     const UintVec pairs = *reinterpret_cast<const Pairs*>(inputs + v * 2 * kLanes);
-    w[0] = reinterpret_cast<Vec>(pairs << 16);
-    w[1] = reinterpret_cast<Vec>(pairs & 0xFFFF0000U);
+    return reinterpret_cast<Vec>(i == 0 ? pairs << 16 : pairs & 0xFFFF0000U);
   }
 };
 
@@ -53,51 +52,61 @@ H2O_INLINE const typename Layout::Number* weights_at(const PackedLinearArgs& arg
          (panel * args.inputs + input) * kWidth;
 }
 
-// Adds the products of kInputs inputs with the tokens, in turns to each of kWays sums.
-template <typename Layout, int kInputs, int kWays, int kN>
+// Adds the products of kInputs inputs with the tokens, in turns to each of kWays sums. `apart`:
+// numbers between two panels.
+template <typename Layout, int kPanels, int kInputs, int kWays, int kN>
 H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Layout::Number* weights,
-                           Vec (&sums)[kWays][kN][kVectors]) {
+                           int64_t apart, Vec (&sums)[kWays][kN][kPanels * kVectors]) {
 #pragma GCC unroll 8
-  for (int first = 0; first < kInputs; first += 2) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      Vec w[2];
-      Layout::load(weights + first * kWidth, v, w);
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kInputs; ++i) {
+    Vec w[kPanels * kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanels * kVectors; ++v)
+      w[v] = Layout::load(weights + v / kVectors * apart + i / 2 * 2 * kWidth, i % 2, v % kVectors);
 #pragma GCC unroll 6
-        for (int t = 0; t < kN; ++t) {
-          Vec& sum = sums[(first + i) % kWays][t][v];
-          sum = broadcast(x[t * stride + first + i]) * w[i] + sum;
-        }
+    for (int t = 0; t < kN; ++t) {
+      const Vec token = broadcast(x[t * stride + i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanels * kVectors; ++v) {
+        Vec& sum = sums[i % kWays][t][v];
+        sum = token * w[v] + sum;
       }
     }
   }
 }
 
-// One panel of kN tokens. As many sums as hide the latency of additions.
-template <typename Layout, int kN>
-void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
-  constexpr int kSums = kN * kVectors;
+// Panels that kN tokens meet at once: memory is read faster in two streams, and each token is
+// broadcast once for both.
+template <int kN>
+constexpr int kPanelsAtOnce = kVectors == 1 || kN <= 2 ? 2 : 1;
+
+// Panels first and, of two, first + distance of kN tokens. As many sums as hide the latency of
+// additions.
+template <typename Layout, int kN, int kPanels>
+void multiply_panels(const PackedLinearArgs& args, int64_t first, int64_t distance) {
+  constexpr int kSums = kN * kPanelsAtOnce<kN> * kVectors;
   constexpr int kWays = kSums >= 8 ? 1 : (kSums >= 4 ? 2 : (kSums >= 2 ? 4 : 8));
   constexpr int kStep = kWays > 2 ? kWays : 2;
-  constexpr int64_t kAhead = 1024;  // bytes
-  Vec sums[kWays][kN][kVectors] = {};
-  const auto* weights = weights_at<Layout>(args, panel, 0);
+  constexpr int64_t kAhead = 4096;  // bytes
+  Vec sums[kWays][kN][kPanels * kVectors] = {};
+  const int64_t apart = distance * args.inputs * kWidth;
+  const auto* weights = weights_at<Layout>(args, first, 0);
   const float* x = args.x;
   int64_t left = args.inputs;
   for (; left >= kStep; left -= kStep, x += kStep, weights += kStep * kWidth) {
-    for (int64_t byte = 0; byte < kStep * kWidth * int64_t{sizeof(*weights)}; byte += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAhead + byte);
-    add_inputs<Layout, kStep>(x, args.inputs, weights, sums);
+    for (int p = 0; p < kPanels; ++p) {
+      for (int64_t byte = 0; byte < kStep * kWidth * int64_t{sizeof(*weights)}; byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * apart) + kAhead + byte);
+    }
+    add_inputs<Layout, kPanels, kStep>(x, args.inputs, weights, apart, sums);
   }
   for (; left > 0; left -= 2, x += 2, weights += 2 * kWidth)
-    add_inputs<Layout, 2>(x, args.inputs, weights, sums);
+    add_inputs<Layout, kPanels, 2>(x, args.inputs, weights, apart, sums);
   for (int t = 0; t < kN; ++t) {
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kPanels * kVectors; ++v) {
       Vec total = sums[0][t][v];
       for (int way = 1; way < kWays; ++way) total += sums[way][t][v];
-      const int64_t output = panel * kWidth + v * kLanes;
+      const int64_t output = (first + v / kVectors * distance) * kWidth + v % kVectors * kLanes;
       if (args.scales) total *= load(args.scales + output);
       if (args.bias) total += load(args.bias + output);
       store(args.out + t * args.out_stride + output, total);
@@ -105,14 +114,23 @@ void multiply_panel(const PackedLinearArgs& args, int64_t panel) {
   }
 }
 
+template <typename Layout, int kN>
+void multiply_tokens(const PackedLinearArgs& args, int64_t begin, int64_t end) {
+  constexpr int kPanels = kPanelsAtOnce<kN>;
+  const int64_t each = (end - begin) / kPanels;
+  for (int64_t i = 0; i < each; ++i) multiply_panels<Layout, kN, kPanels>(args, begin + i, each);
+  for (int64_t panel = begin + kPanels * each; panel < end; ++panel)
+    multiply_panels<Layout, kN, 1>(args, panel, 0);
+}
+
 void multiply_few(const PackedLinearArgs& args, int64_t begin, int64_t end) {
   with_rows(args.type, [&](auto layout) {
     using Layout = decltype(layout);
-    constexpr void (*kByTokens[])(const PackedLinearArgs&, int64_t) = {
-        multiply_panel<Layout, 1>, multiply_panel<Layout, 2>, multiply_panel<Layout, 3>,
-        multiply_panel<Layout, 4>, multiply_panel<Layout, 5>, multiply_panel<Layout, 6>};
+    constexpr void (*kByTokens[])(const PackedLinearArgs&, int64_t, int64_t) = {
+        multiply_tokens<Layout, 1>, multiply_tokens<Layout, 2>, multiply_tokens<Layout, 3>,
+        multiply_tokens<Layout, 4>, multiply_tokens<Layout, 5>, multiply_tokens<Layout, 6>};
     static_assert(sizeof(kByTokens) / sizeof(*kByTokens) == PackedLinearArgs::kFewTokens);
-    for (int64_t panel = begin; panel < end; ++panel) kByTokens[args.tokens - 1](args, panel);
+    kByTokens[args.tokens - 1](args, begin, end);
   });
 }
 
@@ -134,9 +152,11 @@ void convert_panel(const PackedLinearArgs& args, int64_t panel, int64_t input, i
   }
   for (int64_t k = 0; k < depth; k += 2) {
     for (int v = 0; v < kVectors; ++v) {
-      Vec w[2] = {};
-      if (exists) Layout::load(weights + k * kWidth, v, w);
-      for (int i = 0; i < 2; ++i) store(to[v] + (k + i) * kPanel, w[i] * scale[v]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const Vec w = exists ? Layout::load(weights + k * kWidth, i, v) : Vec{};
+        store(to[v] + (k + i) * kPanel, w * scale[v]);
+      }
     }
   }
 }
@@ -203,10 +223,10 @@ void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* 
         const int8_t* const inputs = weights_at<Int8>(args, panel, 2 * pair);
         for (int64_t k = 0; k < count; ++k) {
           for (int v = 0; v < kVectors; ++v) {
-            Vec w[2];
-            Int8::load(inputs + 2 * k * kWidth, v, w);
+            const int8_t* const both = inputs + 2 * k * kWidth;
             const Vec scales = load(args.scales + panel * kWidth + v * kLanes);
-            scaled[k * kVectors + v] = round_pairs(w[0] * scales, w[1] * scales);
+            scaled[k * kVectors + v] =
+                round_pairs(Int8::load(both, 0, v) * scales, Int8::load(both, 1, v) * scales);
           }
         }
       }
