@@ -52,58 +52,45 @@ H2O_INLINE const typename Layout::Number* weights_at(const PackedLinearArgs& arg
          (panel * args.inputs + input) * kWidth;
 }
 
-// Adds the products of kInputs inputs with the tokens, in turns to each of kWays sums. `apart`:
-// numbers between two panels.
-template <typename Layout, int kPanels, int kInputs, int kWays, int kN>
-H2O_INLINE void add_inputs(const float* x, int64_t stride, const typename Layout::Number* weights,
-                           int64_t apart, Vec (&sums)[kWays][kN][kPanels * kVectors]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < kInputs; ++i) {
-    Vec w[kPanels * kVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < kPanels * kVectors; ++v)
-      w[v] = Layout::load(weights + v / kVectors * apart + i / 2 * 2 * kWidth, i % 2, v % kVectors);
-#pragma GCC unroll 6
-    for (int t = 0; t < kN; ++t) {
-      const Vec token = broadcast(x[t * stride + i]);
-#pragma GCC unroll 8
-      for (int v = 0; v < kPanels * kVectors; ++v) {
-        Vec& sum = sums[i % kWays][t][v];
-        sum = token * w[v] + sum;
-      }
-    }
-  }
-}
-
 // Panels that kN tokens meet at once: memory is read faster in two streams, and each token is
 // broadcast once for both.
 template <int kN>
 constexpr int kPanelsAtOnce = kVectors == 1 || kN <= 2 ? 2 : 1;
 
-// Panels first and, of two, first + distance of kN tokens. As many sums as hide the latency of
-// additions.
+// Panels first and, of two, first + distance of kN tokens.
 template <typename Layout, int kN, int kPanels>
 void multiply_panels(const PackedLinearArgs& args, int64_t first, int64_t distance) {
-  constexpr int kSums = kN * kPanelsAtOnce<kN> * kVectors;
-  constexpr int kWays = kSums >= 8 ? 1 : (kSums >= 4 ? 2 : (kSums >= 2 ? 4 : 8));
-  constexpr int kStep = kWays > 2 ? kWays : 2;
+  constexpr int kVecs = kPanels * kVectors;
+  // As many sums as hide the latency of additions, in one order for one and two panels.
+  constexpr int kWays = kN * kPanelsAtOnce<kN> * kVectors >= 8 ? 1 : 2;
   constexpr int64_t kAhead = 4096;  // bytes
-  Vec sums[kWays][kN][kPanels * kVectors] = {};
+  Vec sums[kWays][kN][kVecs] = {};
   const int64_t apart = distance * args.inputs * kWidth;
   const auto* weights = weights_at<Layout>(args, first, 0);
   const float* x = args.x;
-  int64_t left = args.inputs;
-  for (; left >= kStep; left -= kStep, x += kStep, weights += kStep * kWidth) {
-    for (int p = 0; p < kPanels; ++p) {
-      for (int64_t byte = 0; byte < kStep * kWidth * int64_t{sizeof(*weights)}; byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * apart) + kAhead + byte);
+  for (const float* const end = x + args.inputs; x != end; x += 2, weights += 2 * kWidth) {
+    for (int p = 0; p < kPanels; ++p)
+      __builtin_prefetch(reinterpret_cast<const char*>(weights + p * apart) + kAhead);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      Vec w[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v)
+        w[v] = Layout::load(weights + v / kVectors * apart, i, v % kVectors);
+#pragma GCC unroll 6
+      for (int t = 0; t < kN; ++t) {
+        const Vec token = broadcast(x[t * args.inputs + i]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          Vec& sum = sums[i % kWays][t][v];
+          sum = token * w[v] + sum;
+        }
+        keep_register(token);  // else GCC lets it become a sum, and keeps another in memory
+      }
     }
-    add_inputs<Layout, kPanels, kStep>(x, args.inputs, weights, apart, sums);
   }
-  for (; left > 0; left -= 2, x += 2, weights += 2 * kWidth)
-    add_inputs<Layout, kPanels, 2>(x, args.inputs, weights, apart, sums);
   for (int t = 0; t < kN; ++t) {
-    for (int v = 0; v < kPanels * kVectors; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       Vec total = sums[0][t][v];
       for (int way = 1; way < kWays; ++way) total += sums[way][t][v];
       const int64_t output = (first + v / kVectors * distance) * kWidth + v % kVectors * kLanes;

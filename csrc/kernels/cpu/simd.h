@@ -106,6 +106,15 @@ H2O_INLINE Vec load_int8(const int8_t* p) {
 
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 
+// x is in its register until here.
+H2O_INLINE void keep_register(Vec x) {
+#if defined(__aarch64__)
+  __asm__("" : : "w"(x));
+#elif defined(__x86_64__)
+  __asm__("" : : "v"(x));
+#endif
+}
+
 // a > b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not always find.
 H2O_INLINE Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
