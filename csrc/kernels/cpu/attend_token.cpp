@@ -15,9 +15,10 @@ static_assert(kPanel <= AttendTokenArgs::kWidestPanel && kBlock <= AttendTokenAr
 // Bytes by which rows are prefetched: processors' own prefetching ends with a page.
 constexpr int64_t kAhead = 8192;
 
-// Sums of each of kN rows that stay in registers, of so many keys or vectors of values.
-template <int kN>
-constexpr int kSums = kN * 4 <= (kTileRows > 6 ? 16 : 8) ? 4 : 2;
+// Sums of each of kN rows that stay in registers, of so many keys or vectors of values. The mask of
+// odd bfloat16 takes one of 16 registers.
+template <DType kType, int kN>
+constexpr int kSums = kN * 4 + (kType == DType::kBFloat16) <= (kTileRows > 6 ? 17 : 12) ? 4 : 2;
 
 // Rows of whole blocks.
 struct Blocks {
@@ -26,11 +27,6 @@ struct Blocks {
   int64_t ahead;   // the row that is prefetched, in bytes
 
   H2O_INLINE const char* row(int64_t i) const { return data + i * stride; }
-
-  template <DType kType>
-  H2O_INLINE void prefetch(int64_t i, int64_t d, int64_t dims) const {
-    prefetch_row<0>(row(i) + ahead, kType, d, dims);
-  }
 };
 
 // `count` rows of `dim` elements from `offset` on, copied to end in zeros unless a block ends
@@ -69,15 +65,16 @@ H2O_INLINE Vec load_half(const char* row, int64_t d) {
 // sum[h][i] += query[h] row[i], elementwise, over half of the block at d.
 template <DType kType, int kN, int kHalf>
 H2O_INLINE void add_products(const float* query, int64_t dims, int64_t d,
-                             const char* const (&rows)[kSums<kN>], Vec (&sum)[kN][kSums<kN>]) {
-  Vec x[kSums<kN>];
+                             const char* const (&rows)[kSums<kType, kN>],
+                             Vec (&sum)[kN][kSums<kType, kN>]) {
+  Vec x[kSums<kType, kN>];
 #pragma GCC unroll 4
-  for (int i = 0; i < kSums<kN>; ++i) x[i] = load_half<kType, kHalf>(rows[i], d);
+  for (int i = 0; i < kSums<kType, kN>; ++i) x[i] = load_half<kType, kHalf>(rows[i], d);
 #pragma GCC unroll 4
   for (int h = 0; h < kN; ++h) {
     const Vec q = load(query + h * dims + d + kHalf * kLanes);
 #pragma GCC unroll 4
-    for (int i = 0; i < kSums<kN>; ++i) sum[h][i] = q * x[i] + sum[h][i];
+    for (int i = 0; i < kSums<kType, kN>; ++i) sum[h][i] = q * x[i] + sum[h][i];
   }
 }
 
@@ -87,14 +84,14 @@ __attribute__((noinline)) void multiply_keys(const float* query, int64_t dims, c
                                              int64_t count, float* z, int64_t stride) {
   for (int64_t j = 0; j < count; j += kLanes) {
     Vec products[kN][kLanes];
-    for (int first = 0; first < kLanes; first += kSums<kN>) {
-      const char* rows[kSums<kN>];
-      for (int i = 0; i < kSums<kN>; ++i) {
+    for (int first = 0; first < kLanes; first += kSums<kType, kN>) {
+      const char* rows[kSums<kType, kN>];
+      for (int i = 0; i < kSums<kType, kN>; ++i) {
         const int64_t key = j + first + i;
         rows[i] = keys.row(key < count ? key : count - 1);  // what follows is not used
-        keys.prefetch<kType>(key, 0, dims);
+        prefetch_row<0>(keys.row(key) + keys.ahead, kType, 0, dims);
       }
-      Vec sum[kN][kSums<kN>] = {};
+      Vec sum[kN][kSums<kType, kN>] = {};
       for (int64_t d = 0; d < dims; d += kBlock) {
         add_products<kType, kN, 0>(query, dims, d, rows, sum);
         add_products<kType, kN, 1>(query, dims, d, rows, sum);
@@ -102,7 +99,7 @@ __attribute__((noinline)) void multiply_keys(const float* query, int64_t dims, c
 #pragma GCC unroll 4
       for (int h = 0; h < kN; ++h) {
 #pragma GCC unroll 4
-        for (int i = 0; i < kSums<kN>; ++i) products[h][first + i] = sum[h][i];
+        for (int i = 0; i < kSums<kType, kN>; ++i) products[h][first + i] = sum[h][i];
       }
     }
     for (int h = 0; h < kN; ++h) store(z + h * stride + j, add_lanes(products[h]));
@@ -110,7 +107,7 @@ __attribute__((noinline)) void multiply_keys(const float* query, int64_t dims, c
 }
 
 // sums[h, d] += sum over `count` keys of p[h, j] value[j, d], for kN rows, kVectors of d at a time.
-template <DType kType, int kN, int kVectors = kSums<kN>>
+template <DType kType, int kN, int kVectors = kSums<kType, kN>>
 __attribute__((noinline)) void multiply_values(const float* p, int64_t stride, const Blocks& values,
                                                int64_t count, float* sums, int64_t dims,
                                                int64_t d = 0) {
@@ -122,7 +119,7 @@ __attribute__((noinline)) void multiply_values(const float* p, int64_t stride, c
       for (int v = 0; v < kVectors; ++v) sum[h][v] = load(sums + h * dims + d + v * kLanes);
     }
     for (int64_t j = 0; j < count; ++j) {
-      values.prefetch<kType>(j, d, kVectors * kLanes);
+      prefetch_row<0>(values.row(j) + values.ahead, kType, d, kVectors * kLanes);
       Vec weight[kN];
 #pragma GCC unroll 4
       for (int h = 0; h < kN; ++h) weight[h] = broadcast(p[h * stride + j]);

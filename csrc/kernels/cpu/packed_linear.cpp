@@ -186,11 +186,9 @@ void multiply_many(const PackedLinearArgs& args, int64_t begin, int64_t end, flo
 
 // Two numbers of each lane as bfloat16, rounded to nearest, ties to even; a NaN stays one.
 H2O_INLINE UintVec round_pairs(Vec first, Vec second) {
-  const auto round = [](Vec x) {
-    const UintVec bits = reinterpret_cast<UintVec>(x);
-    return bits + 0x7FFFU + (bits >> 16 & 1U);
-  };
-  return round(first) >> 16 | (round(second) & 0xFFFF0000U);
+  const auto round = [](UintVec bits) { return bits + 0x7FFFU + (bits >> 16 & 1U); };
+  const UintVec low = round(reinterpret_cast<UintVec>(first)) >> 16;
+  return low | (round(reinterpret_cast<UintVec>(second)) & 0xFFFF0000U);
 }
 
 void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* weights) {
@@ -207,10 +205,9 @@ void unpack(const PackedLinearArgs& args, int64_t begin, int64_t end, uint16_t* 
         from = reinterpret_cast<const Pair*>(weights_at<BFloat16Pairs>(args, panel, 2 * pair));
       } else {
         using Int8 = Rows<int8_t, load_int8>;
-        const int8_t* const inputs = weights_at<Int8>(args, panel, 2 * pair);
-        for (int64_t k = 0; k < count; ++k) {
+        const int8_t* both = weights_at<Int8>(args, panel, 2 * pair);
+        for (int64_t k = 0; k < count; ++k, both += 2 * kWidth) {
           for (int v = 0; v < kVectors; ++v) {
-            const int8_t* const both = inputs + 2 * k * kWidth;
             const Vec scales = load(args.scales + panel * kWidth + v * kLanes);
             scaled[k * kVectors + v] =
                 round_pairs(Int8::load(both, 0, v) * scales, Int8::load(both, 1, v) * scales);
