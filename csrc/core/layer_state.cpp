@@ -301,10 +301,6 @@ void LayerState::set_scores(const PrefillState& state) {
   const auto& [scores, memory, last_chunk_begin, errors] = state;
   check_dims("scores", scores, 3);
   check_score_type("scores", scores);
-  check_dims("memory", memory, 3);
-  TORCH_CHECK_VALUE(memory.sizes().slice(0, 2) == scores.sizes().slice(0, 2),
-                    "memory must have batch and heads of scores ", scores.sizes(), ", got shape ",
-                    memory.sizes());
   check_memory_sets("memory", memory, scores, scores.size(2));
   check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
   if (errors.defined()) check_errors(errors, scores);
@@ -315,7 +311,11 @@ void LayerState::set_scores(const PrefillState& state) {
   scored_ = scores.size(2);
   last_chunk_begin_ = last_chunk_begin;
   failed_ = false;
-  checkpoints_.erase(checkpoints_.upper_bound(scored_), checkpoints_.end());
+  std::erase_if(checkpoints_, [&](const auto& kept) {
+    const at::Tensor& x = kept.second.scores;
+    return kept.first > scored_ || x.size(0) != scores_.size(0) || x.size(1) != scores_.size(1) ||
+           x.size(2) > memory_.size(2) || x.scalar_type() != scores_.scalar_type();
+  });
 }
 
 PrefillState LayerState::prefill_state() const {

@@ -86,7 +86,7 @@ class H2O_API LayerState : public torch::CustomClassHolder {
   int64_t max_capacity() const { return max_capacity_; }
 
   // Replaces the state of sparse prefill by a copy. Throws c10::ValueError if the tensors do not
-  // belong together. Checkpoints beyond its scores are dropped.
+  // belong together. Checkpoints beyond its scores, or of another shape, are dropped.
   void set_scores(const PrefillState& state);
   // A copy of that state; undefined tensors if there is none.
   PrefillState prefill_state() const;

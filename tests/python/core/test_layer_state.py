@@ -137,6 +137,25 @@ def test_truncate_is_exact_at_checkpoints(case):
             assert torch.equal(call(each, length, TOKENS), rest)
 
 
+@pytest.mark.parametrize("change", ["nothing", "width", "batch", "dtype"])
+def test_checkpoints_that_do_not_fit_new_scores_are_dropped(change):
+    state = LayerState(True)
+    attend(state, random_qkv(), 0, 70)
+    state.set_scores(
+        *{
+            "nothing": (state.scores, state.memory, state.last_chunk_begin),
+            "width": (state.scores, state.memory[..., :0], state.last_chunk_begin),
+            "batch": (state.scores[:1], state.memory[:1], state.last_chunk_begin),
+            "dtype": (state.scores.double(), state.memory, state.last_chunk_begin),
+        }[change]
+    )
+    assert state.checkpoint_before(69) == (64 if change == "nothing" else 0)
+    again = pickle.loads(pickle.dumps(state))
+    for x in (state, again):
+        x.truncate(64)
+    assert_same(again, state)
+
+
 def test_truncate_elsewhere_forgets_what_follows():
     qkv, state = random_qkv(), LayerState()
     attend(state, qkv, 0, 70)
