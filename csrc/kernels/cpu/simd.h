@@ -106,25 +106,25 @@ H2O_INLINE Vec load_int8(const int8_t* p) {
 
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 
-// x is in its register until here. For AVX, which has 16 of them.
+// x stays in a register until here; with AVX, where sums take nearly all of them.
 H2O_INLINE void keep_register([[maybe_unused]] Vec x) {
 #if defined(__AVX__)
   __asm__("" : : "v"(x));
 #endif
 }
 
-// a > b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not always find.
-H2O_INLINE Vec max(Vec a, Vec b) {
+// a > b ? a : b and a < b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not
+// always find.
 #if defined(__AVX512F__)
-  return _mm512_maskz_max_ps(0xFFFF, a, b);
+H2O_INLINE Vec max(Vec a, Vec b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+H2O_INLINE Vec min(Vec a, Vec b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
 #elif defined(__AVX__)
-  return _mm256_max_ps(a, b);
+H2O_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+H2O_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 #else
-  return a > b ? a : b;
+H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+H2O_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 #endif
-}
-
-H2O_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }  // of a NaN and a number, b
 
 // Writes past the caches where there is an instruction for it, to an address of whole vectors;
 // stream_end() orders these writes before all later ones.
